@@ -232,7 +232,7 @@ class Model:
         "content": "…"}; of several conversations a list of those. The tokenizer's chat template, or the Jinja
         file `chat_template`, makes text of them and of `tools`, descriptions of functions; the token that
         ends an answer in it, or in a model folder's generation_config.json, ends this one. Names of special
-        tokens in messages are letters. `options` are those of `generate`: max_new_tokens, temperature, …
+        tokens in messages are letters. `options` are `generate`'s: max_new_tokens, temperature, …
 
         Raises:
             UserError: There is no template, or it cannot render the messages.
@@ -271,7 +271,7 @@ class Model:
     def logits(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits at each token: int64 [B, S] -> [B, S, V], on every rank.
 
-        Of a GPT-2 those of the token after it; of a BERT those of its masked-LM head for the token itself,
+        For a GPT-2, of the token after it; for a BERT, of its masked-LM head for the token itself,
         in sequences of one segment that begin and end with the special tokens it was trained with. All
         sequences have S tokens. float32 (float64 for precision=fp64), on the model's device, without
         gradients. V is the vocabulary without padding.
@@ -351,7 +351,7 @@ class Model:
         - of kind span the words, "" for no answer,
         - of a custom kind the value of its prediction.
 
-        They are those of `mlm eval TASK`. A text that is too long is truncated as in training.
+        They equal `mlm eval TASK`'s. A text that is too long is truncated as in training.
 
         Args:
             texts: Text, or a list of them.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Bench, Result, Say, table_of
+from bench.machine import status_bytes
 from demo_corpus import HELD_OUT, read_plays, scenes
 from rich.table import Table
 
@@ -100,7 +101,7 @@ def measure_build(folder: Path, tokenizer: str) -> tuple[dict[str, Any], Receipt
         row = stages.setdefault(stage, {"tasks": 0, "seconds": 0.0, "peak": 0, "disk": 0})
         row["tasks"] += 1
         row["seconds"] += time.process_time() - begin
-        row["peak"] = max(row["peak"], resident_peak())
+        row["peak"] = max(row["peak"], status_bytes("VmHWM"))
         if row["tasks"] == plan.stages[stage].tasks:
             row["disk"] = sum(file.stat().st_size for file in plan.stages[stage].folder.iterdir())
 
@@ -116,12 +117,6 @@ def measure_build(folder: Path, tokenizer: str) -> tuple[dict[str, Any], Receipt
         return stages, run_build(config)
     finally:
         run.run_task = run_task
-
-
-def resident_peak() -> int:
-    """Bytes, since the peak was last cleared."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def tables(result: Result) -> Iterator[Table]:

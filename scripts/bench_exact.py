@@ -1,4 +1,4 @@
-"""Processor time of a step with exact=8 over that of the usual one, in turn, on one thread and one process.
+"""Processor time of a step with exact=8 over the usual one, in turn, on one thread and one process.
 
     OMP_NUM_THREADS=1 python scripts/bench_exact.py --out scripts/results/bench_exact-cpu.json
 
@@ -9,75 +9,50 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from bench.harness import Bench, Result, Say, positive, table_of
 
-from mlm.data.config import DataConfig
-from mlm.models.config import LoraConfig, ModelConfig
-from mlm.models.family import family_of
-from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.cli.compose.composition import load_config
 from mlm.parallel.mesh import ParallelContext
-from mlm.runs.config import PretrainConfig, TrainConfig
+from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import Trainer
 
-VOCAB, LENGTH = 50304, 512
-UNDROPPED = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-"""Without dropout of attention a sequence is in parts, as for cp."""
-CASES: dict[str, dict[str, Any]] = {
-    "GPT-2 6x384 fp32": {"dtype": "fp32"},
-    "GPT-2 6x384 bf16": {"dtype": "bf16"},
-    "GPT-2 12x768 fp32": {"dtype": "fp32", "layers": 12, "width": 768, "samples": 2},
-    "GPT-2 12x768 bf16": {"dtype": "bf16", "layers": 12, "width": 768, "samples": 2},
-    "GPT-2 6x384 fp32, no dropout": {"dtype": "fp32", **UNDROPPED},
-    "GPT-2 6x384 bf16, no dropout": {"dtype": "bf16", **UNDROPPED},
-    "GPT-2 12x768 fp32, no dropout": {"dtype": "fp32", "layers": 12, "width": 768, "samples": 2, **UNDROPPED},
-    "GPT-2 12x768 bf16, no dropout": {"dtype": "bf16", "layers": 12, "width": 768, "samples": 2, **UNDROPPED},
-    "GPT-2 6x384 fp32, Muon": {"dtype": "fp32", "optimizer": "muon"},
-    "GPT-2 6x384 bf16, adapters of rank 16": {"dtype": "bf16", "rank": 16},
-    "BERT 6x384 fp32": {"dtype": "fp32", "kind": "bert", "activation": "gelu", "token_types": 2},
-    "BERT 6x384 bf16": {"dtype": "bf16", "kind": "bert", "activation": "gelu", "token_types": 2},
+SIZES = "model.vocab_size=50304 model.vocab_multiple=1 model.max_positions=512 model.num_heads=8"
+USUAL = f"data=synthetic dist.device=cpu compile=false {SIZES}"
+SMALL = "model.num_layers=6 model.hidden_size=384 train.global_batch_size=4 train.micro_batch_size=4"
+LARGE = "model.num_layers=12 model.hidden_size=768 train.global_batch_size=2 train.micro_batch_size=2"
+DROPPED = "model.hidden_dropout=0.1 model.attention_dropout=0.1"
+"""Without dropout of attention parts of a sequence are of 128 tokens, with it of 256."""
+EXPERTS = "model.options.num_experts=8 model.options.experts_per_token=2 model.options.expert_ffn_size=1024"
+MIXTURE = f"model=llama_tiny model.ffn_hidden_size=null model.options.num_kv_heads=8 {EXPERTS}"
+FORMS = {
+    "GPT-2 6x384 {}": f"model=gpt2_tiny {SMALL} {DROPPED}",
+    "GPT-2 12x768 {}": f"model=gpt2_tiny {LARGE} {DROPPED}",
+    "GPT-2 6x384 {}, no dropout": f"model=gpt2_tiny {SMALL}",
+    "GPT-2 12x768 {}, no dropout": f"model=gpt2_tiny {LARGE}",
+    "mixture 6x384 {}, no dropout": f"{MIXTURE} {SMALL}",
+    "BERT 6x384 {}": f"model=bert_tiny {SMALL} {DROPPED}",
+}
+"""Each in two formats."""
+CASES = {
+    form.format(dtype): f"{words} precision={dtype}"
+    for form, words in FORMS.items()
+    for dtype in ("fp32", "bf16")
+}
+SMALL_GPT2 = FORMS["GPT-2 6x384 {}"]
+CASES["GPT-2 6x384 fp32, Muon"] = f"{SMALL_GPT2} precision=fp32 optimizer=muon"
+CASES |= {
+    f"GPT-2 6x384 {dtype}, adapters of rank 16": f"{SMALL_GPT2} precision={dtype} lora.rank=16"
+    for dtype in ("fp32", "bf16")
 }
 
 
-def spec_of(
-    exact: int,
-    dtype: str,
-    *,
-    layers: int = 6,
-    width: int = 384,
-    samples: int = 4,
-    optimizer: str = "adamw",
-    rank: int = 0,
-    **model: Any,
-) -> PretrainConfig:
-    return PretrainConfig(
-        name="bench",
-        out="unused",
-        exact=exact,  # type: ignore[arg-type]
-        model=ModelConfig(
-            num_layers=layers,
-            hidden_size=width,
-            num_heads=8,
-            max_positions=LENGTH,
-            vocab_size=VOCAB,
-            vocab_multiple=1,
-            **model,
-        ),
-        lora=LoraConfig(rank=rank),
-        optimizer=OptimizerConfig(kind=optimizer),
-        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
-        data=DataConfig(kind="synthetic", seq_length=LENGTH),
-        train=TrainConfig(global_batch_size=samples, micro_batch_size=samples),
-    )
-
-
-def seconds_of(case: dict[str, Any], steps: int) -> tuple[float, float]:
+def seconds_of(words: str, steps: int) -> tuple[float, float]:
     """Least processor time of a step, usual and exact."""
-    trainers = [Trainer(spec_of(exact, **case), ParallelContext()) for exact in (0, 8)]
-    config = trainers[0].config
-    samples = family_of(config.model.kind).samples.synthetic(config.data, VOCAB, 100, 0)
+    configs = [load_config("pretrain", f"{USUAL} {words} exact={exact}".split()) for exact in (0, 8)]
+    trainers = [Trainer(config, ParallelContext()) for config in configs]
+    samples = train_dataset(configs[0], (steps + 1) * configs[0].train.global_batch_size)
     seconds: list[list[float]] = [[], []]
     with trainers[0].batches(samples) as batches:
         for _, batch in zip(range(steps + 1), batches, strict=False):

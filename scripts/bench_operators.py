@@ -29,7 +29,7 @@ from mlm.training.memory import reuse_large_blocks
 
 Paths = Mapping[str, Callable[[], object]]
 CLOSE = 0.97
-"""Speed of the chosen path over that of the best other one from which there is nothing to change."""
+"""Speed of the chosen path over the best other one from which there is nothing to change."""
 HALF, SINGLE = torch.bfloat16, torch.float32
 
 
@@ -64,7 +64,7 @@ def norm_paths() -> Iterator[tuple[str, str, Paths]]:
 
 
 class OwnSums(norms._Float32Sums):
-    """The kernel for the input's gradient, and passes of PyTorch's for those of weight and bias."""
+    """The kernel for the input's gradient, and PyTorch's passes for weight and bias."""
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
 
 
 def lead(row: Result) -> float:
-    """Speed of the chosen path over that of the best other one; 1 where there is none."""
+    """Speed of the chosen path over the best other one; 1 without others."""
     others = [ms for name, ms in row["ms"].items() if name != row["chosen"]]
     return min(others) / row["ms"][row["chosen"]] if others else 1.0
 

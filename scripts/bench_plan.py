@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import correlation, median
+from statistics import median
 from typing import Any
 
 import yaml
@@ -30,6 +30,7 @@ from bench.machine import cpu_model
 from bench.ranks import Ranks
 from bench.shapes import Shape as Sizes
 from bench.spec import Spec
+from bench.stats import rank_correlation
 from rich.table import Table
 
 from mlm.data.config import DataConfig
@@ -94,62 +95,28 @@ class Case:
         return Ranks(self.words, Spec(sizes or self.sizes, "cpu", "fp32", threads), self.layout.gpus)
 
 
-def cases_of(kind: str, sizes: Sizes, *layouts: PlannedLayout) -> list[Case]:
-    return [Case(kind, sizes, replace(layout, global_batch=BATCH)) for layout in layouts]
+def run_of(model: ModelConfig) -> PretrainConfig:
+    data = DataConfig(kind="synthetic", seq_length=model.max_positions)
+    train = TrainConfig(global_batch_size=BATCH)
+    return PretrainConfig(name="bench", out="", model=model, data=data, train=train)
+
+
+def cases_of(kind: str, sizes: Sizes, labels: str, threads: int = 1) -> list[Case]:
+    """Cases of layouts by their names, separated by commas."""
+    run = run_of(sizes.model())
+    layouts = (PlannedLayout.named(label, run) for label in labels.split(", "))
+    return [Case(kind, sizes, layout, threads) for layout in layouts]
 
 
 CASES = [
-    *cases_of(
-        "time",
-        WIDE,
-        PlannedLayout(micro_batch=4),
-        PlannedLayout(tp=2, micro_batch=4),
-        PlannedLayout(tp=2, micro_batch=1),
-        PlannedLayout(tp=2, sequence_parallel=True, micro_batch=4),
-        PlannedLayout(tp=2, recompute="full", micro_batch=4),
-        PlannedLayout(pp=2, micro_batch=1),
-        PlannedLayout(pp=2, micro_batch=4),
-        PlannedLayout(pp=2, vp=2, micro_batch=1),
-        PlannedLayout(pp=2, pipeline="zb_h1", micro_batch=1),
-        PlannedLayout(pp=2, pipeline="gpipe", micro_batch=2),
-        PlannedLayout(dp=2, micro_batch=4),
-        PlannedLayout(dp=2, zero=2, micro_batch=2),
-        PlannedLayout(dp=2, zero=3, micro_batch=2),
-        PlannedLayout(dp=2, recompute="full", micro_batch=4),
-    ),
-    *cases_of(
-        "time",
-        DEEP,
-        PlannedLayout(micro_batch=4),
-        PlannedLayout(tp=2, micro_batch=4),
-        PlannedLayout(pp=2, micro_batch=2),
-        PlannedLayout(dp=2, micro_batch=4),
-        PlannedLayout(dp=2, recompute="selective", micro_batch=4),
-    ),
-    *cases_of(
-        "time",
-        SMALL,
-        PlannedLayout(micro_batch=8),
-        PlannedLayout(tp=2, micro_batch=8),
-        PlannedLayout(dp=2, micro_batch=4),
-    ),
-    *cases_of(
-        "time",
-        LONG,
-        PlannedLayout(micro_batch=2),
-        PlannedLayout(pp=2, micro_batch=1),
-        PlannedLayout(dp=2, zero=2, micro_batch=2),
-    ),
-    Case("time", WIDE, PlannedLayout(micro_batch=4, global_batch=BATCH), threads=RANKS),
-    *cases_of(
-        "memory",
-        LARGE,
-        PlannedLayout(micro_batch=8),
-        PlannedLayout(recompute="full", micro_batch=8),
-        PlannedLayout(tp=2, micro_batch=8),
-        PlannedLayout(dp=2, zero=2, micro_batch=4),
-        PlannedLayout(pp=2, micro_batch=2),
-    ),
+    *cases_of("time", WIDE, "mb4, tp2 mb4, tp2 mb1, tp2 sp mb4, tp2 full mb4"),
+    *cases_of("time", WIDE, "pp2 mb1, pp2 mb4, pp2 vp2 mb1, pp2 zb_h1 mb1, pp2 gpipe mb2"),
+    *cases_of("time", WIDE, "dp2 mb4, dp2 zero2 mb2, dp2 zero3 mb2, dp2 full mb4"),
+    *cases_of("time", DEEP, "mb4, tp2 mb4, pp2 mb2, dp2 mb4, dp2 selective mb4"),
+    *cases_of("time", SMALL, "mb8, tp2 mb8, dp2 mb4"),
+    *cases_of("time", LONG, "mb2, pp2 mb1, dp2 zero2 mb2"),
+    *cases_of("time", WIDE, "mb4", threads=RANKS),
+    *cases_of("memory", LARGE, "mb8, full mb8, tp2 mb8, dp2 zero2 mb4, pp2 mb2"),
 ]
 
 
@@ -186,9 +153,7 @@ def calibrate(out: Path) -> Result:
 
 
 def counts(case: Case) -> LayerCounts:
-    data = DataConfig(kind="synthetic", seq_length=case.model.max_positions)
-    train = TrainConfig(global_batch_size=BATCH)
-    return counts_of(PretrainConfig(name="bench", out="", model=case.model, data=data, train=train), "cpu")
+    return counts_of(run_of(case.model), "cpu")
 
 
 def predicted_time(case: Case, hardware: HardwareConfig) -> float:
@@ -205,22 +170,12 @@ def predicted_memory(case: Case) -> list[float]:
     ]
 
 
-def ranks_of(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(n) for n in range(len(values))]
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation of two lists without equal values."""
-    return correlation(ranks_of(one), ranks_of(other))
-
-
 def verdicts(found: dict[str, Result], hardware: HardwareConfig) -> Iterator[tuple[str, bool]]:
     timed = [case for case in CASES if case.kind == "time" and case.name in found]
     expected = [predicted_time(case, hardware) for case in timed]
     measured = [float(found[case.name]["wall_s"]) for case in timed]
     if len(timed) > 2:
-        rho = spearman(expected, measured)
+        rho = rank_correlation(expected, measured)
         error = median(abs(p / m - 1) for p, m in zip(expected, measured, strict=True))
         yield f"rank correlation {rho:.3f} of {len(timed)} layouts, at least {LEAST_RHO}", rho >= LEAST_RHO
         yield f"median error {error:.1%}, at most {MOST_ERROR:.0%}", error <= MOST_ERROR

@@ -1,4 +1,4 @@
-"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and others, and of its layouts.
+"""Training speed and memory of `mlm`, `transformers`, nanoGPT and others, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
@@ -33,13 +33,14 @@ from bench.compare import Plan, run_shape
 from bench.harness import Bench, Result, Say, positive
 from bench.layouts import parse_layout
 from bench.llama import LlamaShape, MixtralShape
-from bench.machine import PEERS, describe_peers, gpu_facts
+from bench.machine import PEERS, commit_of, gpu_facts
 from bench.report import tables_of
 from bench.shapes import Shape, shapes_of
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
 
 from mlm.util.errors import UserError
+from mlm.util.files import digest_file
 
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
@@ -97,8 +98,12 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     spec = Spec(shapes[0], args.device, args.dtype[0], args.threads, args.seed, peers)
     spec.prepare_process()
     settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}
+    described = {}
+    for name, folder in peers.items():  # where the checkout has no history, by the digest of its model
+        model, has_history = Path(folder, PEERS[name]), Path(folder, ".git").exists()
+        described[name] = commit_of(Path(folder)) if has_history else f"{model.name} {digest_file(model)}"
     return {
-        "peers": describe_peers(peers),
+        "peers": described,
         "settings": settings | (gpu_facts() if args.device == "cuda" else {}),
         "shapes": [run_shape(replace(spec, shape=shape), plan, say) for shape in shapes],
     }
@@ -121,7 +126,13 @@ def parse_peers(words: list[str]) -> dict[str, str]:
 
 def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
     """Who competes, from the options. Raises UserError."""
-    names = all_contenders(args, peers) if args.contenders == ["all"] else list(args.contenders)
+    names = list(args.contenders)
+    if names == ["all"]:  # those whose checkouts and compiler are there, in all variants but the second dtype
+        compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
+        programs = ["transformers", *peers]
+        replayed = ("mlm-graphs",) if compiled[1:] and args.device == "cuda" else ()
+        names = ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl"]
+        names += [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
     names += [peer for peer in peers if not any(name.startswith(peer) for name in names)]
     for dtype in args.dtype[1:]:
         names += [f"{name}-{dtype}" for name in names if has_dtype(name, dtype)]
@@ -135,15 +146,6 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         seconds=args.seconds,
         memory=not args.no_memory,
     )
-
-
-def all_contenders(args: argparse.Namespace, peers: dict[str, str]) -> list[str]:
-    """All names in all variants, but for a second dtype: those whose checkouts and compiler are there."""
-    compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
-    programs = ["transformers", *peers]
-    names = [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
-    replayed = ("mlm-graphs",) if compiled[1:] and args.device == "cuda" else ()
-    return ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl", *names]
 
 
 def has_dtype(name: str, dtype: str) -> bool:

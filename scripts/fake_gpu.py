@@ -14,18 +14,15 @@ It shows that the code of the device path runs, that its messages are awaited, a
 right numbers. It cannot show a missing wait for a copy or between two computations: both finish before the
 call returns. It says nothing about kernels, their speed or rounding, or about links.
 
-Exit code: that of the command; 2 if the stub cannot be built.
+Exit code: the command's; 2 if the stub cannot be built.
 """
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from gpu.fake.build import UnavailableError, library
@@ -73,17 +70,6 @@ def environment(args: argparse.Namespace, built: Path, messages: Path) -> dict[s
     return found
 
 
-@contextmanager
-def messages() -> Iterator[Path]:
-    """A folder for messages between processes, in memory where there is one; deleted afterwards."""
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="mlm-fake-gpu-", dir=shared))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def wait_for(command: list[str], variables: dict[str, str] | None) -> int:
     """Exit code of a command, which ends in its own way when it is asked to: it may save first."""
     signal.signal(signal.SIGINT, lambda *_: None)  # of the terminal: the command hears it too
@@ -123,8 +109,12 @@ def main(arguments: list[str] | None = None) -> int:
         built = library(CACHE)
     except UnavailableError as error:
         return mistake(str(error))
-    with messages() as folder:
-        return wait_for([sys.executable, *command], environment(args, built, folder))
+    # messages between processes, in memory where there is a folder for it
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(
+        prefix="mlm-fake-gpu-", dir=shared, ignore_cleanup_errors=True
+    ) as folder:
+        return wait_for([sys.executable, *command], environment(args, built, Path(folder)))
 
 
 if __name__ == "__main__":

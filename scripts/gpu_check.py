@@ -1,7 +1,7 @@
 """Check of an installation on one GPU: whether it computes what the CPU does, and how fast.
 
     python scripts/gpu_check.py                                       # about 8 minutes; again: what is left
-    python scripts/gpu_check.py --minutes 4 --only facts waits agree     # of a quarter of an hour,
+    python scripts/gpu_check.py --minutes 4 --only facts graphs waits agree     # of a quarter of an hour,
     python scripts/gpu_check.py --minutes 9 --only stacks peers speed-1.2b switches    # the two calls
     python scripts/gpu_check.py --device cpu --quick --out /tmp/check # a rehearsal on any machine
     python scripts/gpu_check.py --again agree --out FOLDER            # one step once more
@@ -31,7 +31,7 @@ from gpu.runner import child_command, python_environment, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/gpu"
-SOURCES = ("mlm/**/*.py", "configs/**/*.yaml", "scripts/gpu/*.py", "scripts/bench/*.py")
+SOURCES = ("mlm/**/*.py", "configs/**/*.yaml", "scripts/gpu/*.py", "scripts/gpu/*.yaml", "scripts/bench/*.py")
 """Files that results depend on."""
 NEEDED = ("numpy", "yaml", "hydra", "omegaconf", "antlr4", "pydantic", "xxhash", "rich")
 NEEDED += ("packaging", "tokenizers", "rensa", "ftfy", "safetensors")
@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
     torch, has_gpu, python, missing = probe(environment)
     if args.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no GPU here; rehearse with --device cpu --quick")
-    identity: dict[str, Any] = {"code": digest_of_sources(), "torch": torch}
+    code = hashlib.sha256()  # a checkout without its history has no commit to go by
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        code.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    identity: dict[str, Any] = {"code": code.hexdigest()[:12], "torch": torch}
     identity["device"] = "fake" if is_fake else args.device
     identity |= {"quick": True} if args.quick else {}
     say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
@@ -117,14 +120,6 @@ def probe(environment: Mapping[str, str]) -> tuple[str, bool, str, list[str]]:
         raise UsageError(f"{sys.executable} cannot import torch: {done.stderr.strip().splitlines()[-1]}")
     torch, has_gpu, python, missing = json.loads(done.stdout.splitlines()[-1])
     return torch, has_gpu, python, missing
-
-
-def digest_of_sources() -> str:
-    """Digest of the code that is checked: a checkout without its history has no commit to go by."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def commit() -> str:

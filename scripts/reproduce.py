@@ -1,4 +1,4 @@
-"""Run a figure or table of the papers on this machine, beside what the paper says: see reproduce/README.md.
+"""Run a figure or table of a paper on this machine, and compare it with the paper: see reproduce/README.md.
 
 python scripts/reproduce.py                    # lists the experiments
 python scripts/reproduce.py ptdp-bubble        # runs one; Ctrl-C stops, the same command continues

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import xxhash
+from gpu.runner import processes_with
 from safetensors.torch import load_file
 
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints, latest_name, step_name
@@ -64,12 +65,7 @@ class Job:
             )
 
     def pids(self) -> list[int]:
-        wanted, living = f"PAUSE_MARKS={self.marks}\0".encode(), []
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                if wanted in (path / "environ").read_bytes():  # empty of a zombie
-                    living.append(int(path.name))
-        return living
+        return processes_with(f"PAUSE_MARKS={self.marks}")
 
     def paused(self) -> list[int]:
         return sorted(int(path.name) for path in self.marks.iterdir())

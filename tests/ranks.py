@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -120,7 +120,12 @@ def run_on_ranks(
     pipes = ranks.pipes(tp * cp * pp * dp, check.__module__)
     for rank, pipe in enumerate(pipes):
         pipe.send((ranks.store.port, ranks.calls, rank, layout, check, args, kwargs))
-    answers = [_answer(pipe) for pipe in pipes]
+    answers = list[tuple[str, Any, list[str]]]()  # each rank's error, value and imports
+    for pipe in pipes:
+        try:
+            answers.append(pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None, []))
+        except EOFError:
+            answers.append(("died", None, []))
     ranks.imports += dict.fromkeys(name for _, _, imports in answers for name in imports)
     errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _, _) in enumerate(answers) if why]
     if errors:
@@ -135,15 +140,6 @@ def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], co
     It is here for tests whose own modules a rank should not import, with a second of `transformers` or more.
     """
     run(config, ctx)
-
-
-def _answer(pipe: Connection) -> tuple[str, Any, list[str]]:
-    """A rank's error, value and imports."""
-    try:
-        answer: tuple[str, Any, list[str]] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None, [])
-    except EOFError:
-        return "died", None, []
-    return answer
 
 
 def _fork_ranks(control: Connection) -> None:
@@ -195,7 +191,12 @@ def _serve(pipe: Connection) -> None:
             "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S)
         )
         try:
-            value, why = _run(dist.PrefixStore(str(call), store), rank, layout, check, args, kwargs), ""
+            size = math.prod(layout[axis] for axis in ("tp", "cp", "pp", "dp"))
+            prefixed = dist.PrefixStore(str(call), store)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
+            # no name holds the mesh: its groups must be freed below
+            mesh = partial(build_mesh, **layout, device=torch.device("cpu"), timeout_s=60)
+            value, why = check(mesh(), *args, **kwargs), ""
         except BaseException:
             value, why = None, traceback.format_exc()
         imports = [name for name in sys.modules if name not in known and name.split(".")[0] in SHARED]
@@ -205,12 +206,3 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # trainers hold process groups, each of which has a thread that polls
-
-
-def _run(
-    store: dist.Store, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    size = math.prod(layout[axis] for axis in ("tp", "cp", "pp", "dp"))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    ctx: ParallelContext = build_mesh(**layout, device=torch.device("cpu"), timeout_s=60)
-    return check(ctx, *args, **kwargs)

@@ -48,26 +48,21 @@ class Store:
         if method not in ("GET", "PUT") or path.count("/") < 2:
             return self.app(environ, start)
         if method == "PUT":
-            return self.answer_put(environ, start, self.put(path))
+            action = self.put(path)
+            content = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+            if isinstance(action, bytes):
+                return self.answer_error(start, action)
+            content = content[:-1] if action == "truncate" else content
+            environ |= {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
+            return self.app(environ, start)
         with self.lock:
             number, self.gets = self.gets, self.gets + 1
         time.sleep(self.latency_s)
         action = self.fail(number)
         if isinstance(action, bytes):
             return self.answer_error(start, action)
-        content = self.app(environ, start)
-        return [b"".join(content)[:-1]] if action == "truncate" else content
-
-    def answer_put(
-        self, environ: dict[str, Any], start: Callable[..., Any], action: bytes | str | None
-    ) -> Iterable[bytes]:
-        content = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
-        if isinstance(action, bytes):
-            return self.answer_error(start, action)
-        if action == "truncate":
-            content = content[:-1]
-        environ |= {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
-        return self.app(environ, start)
+        answer = self.app(environ, start)
+        return [b"".join(answer)[:-1]] if action == "truncate" else answer
 
     def answer_error(self, start: Callable[..., Any], action: bytes) -> Iterable[bytes]:
         start(action.decode(), [("Content-Type", "application/xml")])

@@ -232,8 +232,9 @@ def check_yaml(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     found = file_of(block)
     if found and found["command"]:
         for other in BLOCKS:
-            if other.page == block.page:
-                write_file(other)
+            if other.page == block.page and (shown := file_of(other)):
+                Path(shown["path"]).parent.mkdir(parents=True, exist_ok=True)
+                Path(shown["path"]).write_text(other.code)
         check_command(shlex.split(found["command"].replace(" …", "")))
 
 
@@ -241,13 +242,6 @@ def file_of(block: Block) -> re.Match[str] | None:
     """The name of the file that a block shows; only Hydra's header may precede it."""
     first, _, rest = block.code.partition("\n")
     return FILE_NAME.match(rest.partition("\n")[0] if first.startswith("# @package") else first)
-
-
-def write_file(block: Block) -> None:
-    """Write the file that a block shows, if it does."""
-    if found := file_of(block):
-        Path(found["path"]).parent.mkdir(parents=True, exist_ok=True)
-        Path(found["path"]).write_text(block.code)
 
 
 LANGUAGES = {**dict.fromkeys(SHELL, check_shell), "python": check_python, "yaml": check_yaml}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from mlm.cli.command import Command
 from mlm.config.fields import POSITIVE, Aliases, CheckpointPath, InputPath
 from mlm.inference.config import SamplingOptions, too_few_new_tokens
-from mlm.util.errors import UserError, attempt, lone_surrogate
+from mlm.util.errors import UserError, lone_surrogate
 
 if TYPE_CHECKING:  # which need torch
     from mlm.api import Model
@@ -50,16 +50,15 @@ def preflight(config: ChatConfig) -> list[str]:
     from mlm.inference.trained import open_predictor
     from mlm.parallel.config import ParallelConfig
 
-    problems: list[str] = [*filter(None, [present.chat_template("chat_template", config.chat_template)])]
-
-    def read() -> None:
+    if problem := present.chat_template("chat_template", config.chat_template):
+        return [problem]
+    try:
         source = open_predictor(config.ckpt, ParallelConfig())
         tokenizer = source.load_tokenizer(config.tokenizer)
         source.load_chat_template(config.chat_template, config.tokenizer, tokenizer, key="chat_template")
-
-    if not problems:
-        attempt(problems, read)
-    return problems
+    except UserError as error:
+        return list(error.problems)
+    return []
 
 
 def run(config: ChatConfig) -> None:
@@ -70,7 +69,7 @@ def run(config: ChatConfig) -> None:
     template = model.trained.source.load_chat_template(
         config.chat_template, config.tokenizer, model.tokenizer, key="chat_template"
     )
-    chat = Chat(model, template, config)
+    chat = ChatSession(model, template, config)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         print(f"{model.path}; /help lists commands, Ctrl-D ends", file=sys.stderr)
@@ -115,7 +114,7 @@ def lines(is_terminal: bool) -> Iterator[str]:
         yield "\n".join(part.removesuffix("\\") for part in parts).removeprefix("\ufeff")
 
 
-class Chat:
+class ChatSession:
     """A conversation, and the model that answers."""
 
     def __init__(self, model: "Model", template: "ChatTemplate", config: ChatConfig) -> None:
@@ -124,19 +123,17 @@ class Chat:
 
         self.model, self.template = model, template
         self.ends = end_of_turn_tokens(template, model.tokenizer)
-        typed = {each.name: getattr(config, each.name) for each in fields(SamplingOptions)}
+        typed = {option.name: getattr(config, option.name) for option in fields(SamplingOptions)}
         self.sampling = as_declared(model.tokenizer.declared.generation, typed)
         self.messages: list[dict[str, Any]] = []
         self.turns, self.saved = 0, dict[Path, bytes]()
         self.begin(config.system)
 
     def begin(self, system: str | None) -> None:
-        """Begin a new conversation."""
         self.system = system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def obey(self, command: str, words: str) -> bool:
-        """Obey a command; return False if it ends the chat. Raises UserError."""
         if command not in COMMANDS:
             raise UserError(f"{command}: unknown command; use {', '.join(COMMANDS)}")
         if command == "/reset":
@@ -182,8 +179,8 @@ class Chat:
         from mlm.cli.generate.run import TextStream
         from mlm.inference.generation import continuations
 
-        asked = [*self.messages, {"role": "user", "content": message}]
-        ids = self.tokens_of(asked)
+        messages = [*self.messages, {"role": "user", "content": message}]
+        ids = self.tokens_of(messages)
         tokenizer, new, stream = self.model.tokenizer, list[int](), TextStream(self.model.tokenizer, ())
         tokens = continuations(
             self.model.trained,
@@ -201,7 +198,7 @@ class Chat:
             stream.print(new, is_whole=True)
             if not sys.stdin.isatty():
                 raise
-        self.messages = [*asked, {"role": "assistant", "content": tokenizer.decode(new)}]
+        self.messages = [*messages, {"role": "assistant", "content": tokenizer.decode(new)}]
         self.turns += 1
 
     def tokens_of(self, messages: list[dict[str, Any]]) -> list[int]:

@@ -84,11 +84,10 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """With the words that are its keys' values: `ckpt inspect CKPT`."""
+        """Name with the positional keys: `ckpt inspect CKPT`."""
         return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.several else "")
 
     @property
     def example_pairs(self) -> list[tuple[str, str]]:
-        """(what it does, command line) of each example."""
         lines = re.sub(r"\n +", " ", dedent(self.examples).strip()).split("\n")
         return [(what.removeprefix("# "), line) for what, line in zip(lines[::2], lines[1::2], strict=True)]

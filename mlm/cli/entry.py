@@ -6,7 +6,7 @@ Imports neither Hydra nor pydantic, which take a second: `mlm --help` does witho
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from threading import Event
 
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
@@ -21,7 +21,7 @@ from mlm.cli.outcome import (
     speaks_for_host,
     version_line,
 )
-from mlm.launch.stop import note_stop_requests, unblock_stop_signals
+from mlm.launch.stop import note_interrupted_imports, note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
 from mlm.util.system import resolve, warn_once, writable_streams
@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     is_training = words[:1] in (["pretrain"], ["finetune"])  # which save when they are asked to stop
-    noting = note_stop_requests(ends_process=argv is None) if is_training else nullcontext()
+    interrupted = Event()
+    imports = note_interrupted_imports(interrupted)
+    noting = note_stop_requests(ends_process=argv is None) if is_training else imports
     with noting, record_command_line(words):
         try:
             unblock_stop_signals()  # what arrived before the handlers were there arrives now
@@ -44,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = _main(words)
         except KeyboardInterrupt:
             return INTERRUPTED
+        except Exception:
+            if not interrupted.is_set():
+                raise
+            return INTERRUPTED  # an import swallowed it, and what it left half made failed
     return FAILED if code == OK and output.has_failed else code
 
 

@@ -17,7 +17,7 @@ from mlm.launch.rules.checks import (
     lr_falls,
 )
 from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, READER_RULES, Launch, LayoutRule
-from mlm.runs.checks import budget_is_compiled, four_bits_fit, optimizer_fits_layout, optimizer_works
+from mlm.runs.checks import SWITCH_RULES, optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError
 
 
@@ -42,8 +42,14 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
         return None  # reported where they are read
 
 
+def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:
+    if config.incident.action != "rewind":
+        return None
+    why = "finetuning reads every row once an epoch, and leaves none out"
+    return Problem.at("incident.action", "rewind", why, "use incident.action=skip, log or stop")
+
+
 def _checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
-    """Return the check of a command by these rules, and of its task."""
     check = checked_by(layout_rules, rules)
 
     def check_all(config: FinetuneConfig | EvalTaskConfig, **launch: int | None) -> list[Problem]:
@@ -65,8 +71,8 @@ check_finetune = _checked_by(
     (
         optimizer_works,
         optimizer_fits_layout,
-        four_bits_fit,
-        budget_is_compiled,
+        *SWITCH_RULES,
+        _incidents_are_followed,
         lr_falls,
         *RULES,
     ),

@@ -93,7 +93,7 @@ DEFAULTS = {
     "eval_iters": "100",
     "seed": "1234",
 }
-"""Values of Megatron Core's parser for flags that are left out, where those of settings may differ."""
+"""Values of Megatron Core's parser for flags that are left out, where settings' defaults may differ."""
 
 
 def translate(flags: Flags, *, program: str = "") -> Translation:
@@ -162,21 +162,18 @@ Rule = tuple[dict[str, str], set[str]]
 
 
 def first(flags: Flags, name: str) -> str | None:
-    """The first value of a flag; None without it."""
     return next(iter(flags.get(name, [])), None)
 
 
 def renamed(flags: Flags, keys: Mapping[str, str]) -> dict[str, str]:
-    """Settings of flags whose value is a setting's."""
     return {key: flags[name][0] for name, key in keys.items() if flags.get(name)}
 
 
 LLAMA = {"swiglu": "a gated MLP", "disable_bias_linear": "no biases"}
-"""Flags of what every Llama here has."""
+"""Flags of parts that every Llama here has."""
 
 
 def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
-    """The family of the model, and the flags that are a part of it."""
     if program and not re.search(r"gpt|bert|^train\.py", program):
         not_offered[program] = "models are GPT, Llama and BERT"
     if "bert" in program or "bert_no_binary_head" in flags:
@@ -209,7 +206,6 @@ def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
 
 
 def sizes(flags: Flags) -> Rule:
-    """Heads, rotary positions and latent attention of a Llama."""
     keys = {
         "num_query_groups": "model.options.num_kv_heads",
         "kv_channels": "model.options.head_dim",
@@ -240,7 +236,6 @@ BALANCES = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence", "global_aux_l
 
 
 def experts(flags: Flags) -> Rule:
-    """Experts, their router and its balance."""
     if "num_experts" not in flags:
         return {}, set()
     keys = {
@@ -289,7 +284,6 @@ BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math
 
 
 def layout(flags: Flags) -> Rule:
-    """Virtual stages, sharding and time limits."""
     settings, read = dict[str, str](), set[str]()
     per_chunk = first(flags, "num_layers_per_virtual_pipeline_stage")
     stages = first(flags, "pipeline_model_parallel_size")

@@ -11,7 +11,6 @@ from pathlib import Path
 from mlm.util.errors import UserError
 from mlm.util.files import read_bounded
 
-MOST_BYTES = 1 << 20
 TOKEN = re.compile(
     r"""(?P<skip>[ \t\r]+|\\\r?\n|\#[^\n]*)
     |(?P<end>\n|;+|&+|\|+|[<>]+&?\d*)
@@ -30,10 +29,9 @@ Variables = Mapping[str, list[str]]
 
 
 def read_script(path: str) -> str:
-    """Return the text of a script. Raises UserError."""
     remedy = "give a shell script that calls pretrain_….py"
     try:
-        return read_bounded(Path(path), MOST_BYTES, remedy).decode("utf-8")
+        return read_bounded(Path(path), 1 << 20, remedy).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UserError(f"--from-megatron {path}: {reason}; {remedy}") from None
@@ -50,7 +48,7 @@ def conditional_flags(script: str) -> list[str]:
 
 
 def command_in(script: str) -> list[str]:
-    """The words from the training program on; of several calls, those of the one with the most flags."""
+    """The words from the training program on; of several calls, of the one with the most flags."""
     script = HERE_DOCUMENT.sub(lambda m: f"{m[3]}\n{m[4] if 'train' in m[4] else ''}\n", script)
     variables = {"PWD": ["."], "HOME": ["~"]}  # that a shell sets
     commands: list[list[str]] = [[]]
@@ -75,7 +73,6 @@ def command_in(script: str) -> list[str]:
 
 
 def lex(script: str) -> Iterator[tuple[str, str]]:
-    """Words as typed, parentheses, and the ends of commands. Raises UserError for a quote without an end."""
     position = 0
     while position < len(script):
         match = TOKEN.match(script, position)

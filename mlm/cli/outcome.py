@@ -15,7 +15,6 @@ HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that repo
 
 
 def print_stdout(text: str) -> int:
-    """Print a text and return the exit code of success."""
     print(text)
     return OK
 

@@ -10,7 +10,7 @@ from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.launch.rules.checks import Rule, problems_of
 from mlm.launch.rules.layout import RANK_RULES, SCHEDULE_RULES, TRAIN_RULES, Launch, LayoutValues
-from mlm.plan.candidates import FIELDS, Query, first_violation, layouts, query_of
+from mlm.plan.candidates import FIELDS, first_violation, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanCompareConfig,
@@ -49,15 +49,40 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     rules = (*SETTINGS_RULES, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
-    problem = context_problem(config.parallel.cp or 1, config.model, config.data)
-    problem = problem or _some_layout_is_valid(query)
-    return [problem] if problem else []
+    if problem := context_problem(config.parallel.cp or 1, config.model, config.data):
+        return [problem]
+    rejected: list[str] = []
+    if next(layouts(query, rejected), None):
+        return []
+    # If any layout is valid on some number of GPUs, then one that is plain but for tp, pp and dp.
+    plain_values = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
+    plain = replace(query, fixed={**plain_values, **query.fixed})
+    near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
+    valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
+    kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
+    keys, other = ("gpus", "train.global_batch_size"), f"leave {kept} to the search" if kept else "use fewer"
+    fix = f"use gpus={valid}" if valid else other
+    return [Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)]
 
 
 def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
     rules = (*SETTINGS_RULES, _out_ends_in((".json",), "compare"))
-    problems = problems_of(config, ANYWHERE, (), rules)
-    return problems or list(filter(None, (_layout_is_valid(config, key) for key in ("a", "b"))))
+    if problems := problems_of(config, ANYWHERE, (), rules):
+        return problems
+    for key, label in (("a", config.a), ("b", config.b)):
+        try:
+            layout = PlannedLayout.named(label, config)
+        except ValueError as error:
+            fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
+            problems.append(Problem((key,), f"{key}={label}: {error}", fix))
+            continue
+        values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
+        if broken := first_violation(TRAIN_RULES, values, Launch(layout.gpus, None)):
+            fix = "use one that `mlm plan layouts` finds"
+            problems.append(Problem((key,), f"{key}={label}: {broken.why}", fix))
+        elif problem := context_problem(layout.cp, config.model, config.data):
+            problems.append(problem)
+    return problems
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
@@ -74,21 +99,6 @@ def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     return problems_of(config, ANYWHERE, (), (_out_ends_in((".yaml", ".yml"), "hardware"),))
 
 
-def _some_layout_is_valid(query: Query) -> Problem | None:
-    rejected: list[str] = []
-    if next(layouts(query, rejected), None):
-        return None
-    # If any layout is valid on some number of GPUs, then one that is plain but for tp, pp and dp.
-    plain_values = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
-    plain = replace(query, fixed={**plain_values, **query.fixed})
-    near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
-    valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
-    kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
-    keys, other = ("gpus", "train.global_batch_size"), f"leave {kept} to the search" if kept else "use fewer"
-    fix = f"use gpus={valid}" if valid else other
-    return Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)
-
-
 def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
     layout = config.parallel
     ranks = layout.replica * (layout.dp or 1)
@@ -101,19 +111,6 @@ def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
         f"rank={config.rank} is none of the {ranks} ranks of {typed}",
         f"use rank=0 to {ranks - 1}" if ranks > 1 else "use rank=0",
     )
-
-
-def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
-    label = getattr(config, key)
-    try:
-        layout = PlannedLayout.named(label, config)
-    except ValueError as error:
-        fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
-        return Problem((key,), f"{key}={label}: {error}", fix)
-    values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
-    if broken := first_violation(TRAIN_RULES, values, Launch(layout.gpus, None)):
-        return Problem((key,), f"{key}={label}: {broken.why}", "use one that `mlm plan layouts` finds")
-    return context_problem(layout.cp, config.model, config.data)
 
 
 def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
@@ -208,7 +205,7 @@ COMMANDS = (
         spec=PlanMemoryConfig,
         target="mlm.plan.layouts:memory",
         local_check=check_plan_memory,
-        summary="show the memory of one layout by part, on any rank, beside that of the device",
+        summary="show the memory of one layout by part, on any rank, and the device's",
         about="""Memory of a GPU at its fullest moment, counted in the model's own modules, on rank=… and on
             the first and the last pipeline stage.""",
         examples="""

@@ -13,10 +13,18 @@ MAX_RUNS = 20  # whose curves a reader can tell apart
 
 def check_report(config: ReportConfig) -> list[Problem]:
     fix = "name a run folder: mlm report runs/shakespeare"
-    no_run = None if config.runs else Problem(("runs",), "runs=[]: no run", fix)
-    problems = [no_run, _page_problem(config), folder_problem(config.out)]
+    problems = [] if config.runs else [Problem(("runs",), "runs=[]: no run", fix)]
+    out, is_streamed = Path(config.out), is_stream(config.out)
+    if is_streamed and config.watch:
+        fix = "name a file, such as out=report.html"
+        problems.append(Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix))
+    # a folder in its place is found by the check of paths
+    elif not (is_streamed or out.is_dir() or out.suffix in (".html", ".htm")):
+        fix = f"use a file that ends in .html, such as out={out.with_suffix('.html')}"
+        problems.append(Problem.at("out", config.out, "a page ends in .html", fix))
+    problems += filter(None, [folder_problem(config.out)])
     outside = out_of_range(config)
-    return [problem for problem in problems if problem is not None and not problem.concerns(outside)]
+    return [problem for problem in problems if not problem.concerns(outside)]
 
 
 def preflight(config: ReportConfig) -> list[Problem]:
@@ -25,17 +33,6 @@ def preflight(config: ReportConfig) -> list[Problem]:
         fix = "choose some, or write several pages"
         problems.append(Problem(("runs",), f"runs: {len(runs)} runs; {MAX_RUNS} is the limit", fix))
     return problems
-
-
-def _page_problem(config: ReportConfig) -> Problem | None:
-    # A folder in its place is found by the check of paths.
-    if is_stream(config.out) and config.watch:
-        fix = "name a file, such as out=report.html"
-        return Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix)
-    if is_stream(config.out) or Path(config.out).is_dir() or Path(config.out).suffix in (".html", ".htm"):
-        return None
-    fix = f"use a file that ends in .html, such as out={Path(config.out).with_suffix('.html')}"
-    return Problem.at("out", config.out, "a page ends in .html", fix)
 
 
 COMMANDS = (
@@ -51,7 +48,7 @@ COMMANDS = (
         summary="show runs on one page for a browser: curves, settings, incidents, scores",
         about="""Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm,
             learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in
-            which they differ; loads of experts; incidents, checkpoints and scores with their
+            which they differ; samples and loads of experts; incidents, checkpoints and scores with their
             receipts. Reads run folders and changes nothing in them.""",
         examples="""
             # One run

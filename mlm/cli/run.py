@@ -5,7 +5,7 @@ Compose, build, check, preflight, launch.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,23 +16,29 @@ from omegaconf import OmegaConf
 from mlm.cli.command import Command
 from mlm.cli.compose.arguments import Arguments, check_task, parse
 from mlm.cli.compose.command_help import command_help
-from mlm.cli.compose.composition import COMPOSE_ERRORS, Composition, compose, problem_of_composing
+from mlm.cli.compose.composition import (
+    COMPOSE_ERRORS,
+    Composition,
+    compose,
+    plain_values,
+    problem_of_composing,
+)
 from mlm.cli.compose.groups import user_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, run_of_step, take_saved, take_saved_task
-from mlm.cli.compose.unread import unread_problems
 from mlm.cli.outcome import OK, print_stdout, speaks_for_host, version_line
 from mlm.config.build import build, path_problems, streams_for
-from mlm.config.fields import expand_home
+from mlm.config.fields import OnlyIf, expand_home
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
-from mlm.config.tree import flatten, leaves
+from mlm.config.tree import Leaf, flatten, leaves, values_of
 from mlm.launch.devices import first_gpu
 from mlm.launch.rules.layout import RANKS_PER_NODE
 from mlm.launch.stop import exiting_on_signals
 from mlm.launch.typed import record_job
+from mlm.models.family import family_of, option
 from mlm.optim.auto_precision import settle_precision
-from mlm.util.errors import ConfigError, Problem, UserError, attempt
+from mlm.util.errors import ConfigError, Problem, UserError, attempt, format_value
 from mlm.util.object_store import is_stored
 from mlm.util.system import resolve
 
@@ -82,7 +88,7 @@ def act(command: Command, words: list[str]) -> int:
 def run_job(job: Job) -> int:
     """Compose and build the run spec, report every problem, and run it; return its exit code.
 
-    Raises ConfigError with the problems of the typed overrides and those of the composed values.
+    Raises ConfigError with the problems of the typed overrides and of the composed values.
     """
     command, arguments, config_dir = job.command, job.arguments, job.arguments.config_dir
     try:
@@ -103,7 +109,7 @@ def run_job(job: Job) -> int:
         if key in keys and (line := resolve(resolver)(values, keys)):
             job.note(line)
     # Code is imported by what is typed here, never by what a saved run names.
-    typed = flatten(composition.typed_values())
+    typed = flatten(plain_values(composition.typed, resolve=False))
     imports = [typed.get(key) for key, leaf in leaves(command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)
     with trusted():
@@ -120,23 +126,31 @@ def run_job(job: Job) -> int:
     if arguments.check:
         return print_stdout(_verdict(command, config, arguments.gpus))
     with trusted(), streams_for(config):
-        return _execute(job, config)
+        if command.check is None:
+            with exiting_on_signals():
+                code = resolve(command.target)(config)
+            return code if isinstance(code, int) else OK  # an int: of ranks that the command started
+        if command.forecast and speaks_for_host(os.environ):
+            for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
+                job.note(line)
+        out = Path(config.out) if command.out_is_run_folder else None
+        return int(resolve(f"{LAUNCH}:run_job")(command.target, config, out=out))
 
 
 def _take_model(job: Job, composition: Composition) -> None:
-    """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
+    """Replace the default model by `ckpt`'s, where the command may and the user chose none."""
     command, keys = job.command, {text.partition("=")[0] for text in job.overrides.texts}
     is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
     if command.model_of_ckpt is None or job.saved is not None or is_chosen or "ckpt" not in keys:
         return
     try:
-        found = resolve(command.model_of_ckpt)(composition.tree.ckpt, composition.tree.out)
+        trained = resolve(command.model_of_ckpt)(composition.tree.ckpt, composition.tree.out)
     except UserError:
         if not (job.arguments.cfg or job.arguments.resolve):
             raise
         return  # what is composed can be shown without
-    if found:
-        name, model = found
+    if trained:
+        name, model = trained
         composition.tree.model = OmegaConf.create(model)
         shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
         job.note(f"model of {name}: {model['kind']}, {shape}, {model['num_heads']} heads")
@@ -160,41 +174,24 @@ def _continue_elsewhere(job: Job, composition: Composition) -> None:
         composition.tree.checkpoint.from_run = expand_home(name) if is_step else run
 
 
-def _execute(job: Job, config: Any) -> int:
-    command = job.command
-    if command.check is None:
-        with exiting_on_signals():
-            code = resolve(command.target)(config)
-        return code if isinstance(code, int) else OK  # an int: of ranks that the command started
-    if command.forecast and speaks_for_host(os.environ):
-        for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
-            job.note(line)
-    out = Path(config.out) if command.out_is_run_folder else None
-    return int(resolve(f"{LAUNCH}:run_job")(command.target, config, out=out))
-
-
 def _verdict(command: Command, config: Any, gpus: int | None) -> str:
     if command.check is None:
         return "no problems; would run in this process"
     layout, size = config.parallel, gpus or _ranks(config)
     over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
     sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
-    line = f"would start {size} rank{'s' * (size > 1)}: {sizes}{_devices_needed(config, size)}"
+    line = f"would start {size} rank{'s' * (size > 1)}: {sizes}"
+    # a node holds whole tp groups
+    per_node = max((n for n in divisors(size) if n <= RANKS_PER_NODE and n % layout.tp == 0), default=0)
+    is_cpu_enough = config.dist.device == "cpu" or (config.dist.device == "auto" and size == per_node)
+    if not is_cpu_enough and not per_node:
+        line += f"; needs {size} GPUs"
+    elif not is_cpu_enough:
+        nodes, node = size // per_node, f"{per_node} GPU{'s' * (per_node > 1)}"
+        line += f"; needs {nodes} nodes of {node}" if nodes > 1 else f"; needs {node} on one node"
     if layout.dp is None and gpus is None:
         line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
     return line
-
-
-def _devices_needed(config: Any, size: int) -> str:
-    """Nodes of whole tp groups, and GPUs, for a number of ranks; nothing where one host's CPU will do."""
-    whole = (n for n in divisors(size) if n <= RANKS_PER_NODE and n % config.parallel.tp == 0)
-    per_node = max(whole, default=0)
-    if config.dist.device == "cpu" or (config.dist.device == "auto" and size == per_node):
-        return ""
-    if not per_node:
-        return f"; needs {size} GPUs"
-    nodes, gpus = size // per_node, f"{per_node} GPU{'s' * (per_node > 1)}"
-    return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 
 
 def _ranks(config: Any) -> int:
@@ -233,3 +230,41 @@ def _problems(command: Command, arguments: Arguments, config: Any) -> Sequence[s
     except UserError as error:  # check the rest as if the launch were right
         return [*error.problems, *command.check(config, world_size=_ranks(config), local_devices=1)]
     return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
+
+
+def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator[Problem]:
+    """Problems of keys that nothing reads: those `typed`, and those `written` in YAML of the user's."""
+    spec: type = type(config)
+    known, values = dict(leaves(spec)), values_of(config)
+    if "model.kind" in known:  # the options of its family too
+        prefix, family = "model.options.", family_of(config.model.kind)
+        values |= {f"{prefix}{name}": option(config.model, name) for name in family.options}
+        for name, leaf in leaves(family.settings).items() if family.settings else ():
+            known[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
+    for key in [key for key in known if key in typed or key in written]:
+        condition = _broken_condition(key, known, values)
+        if condition is None:
+            continue
+        other, is_here = condition.key, condition.key in values
+        # YAML may be of several commands, or hold a whole configuration; and what is typed stands above it.
+        is_whole = other in written and values[key] == known[key].default
+        if key not in typed and (not is_here or other in typed or is_whole):
+            continue
+        why = f"with {other}={format_value(values[other])}" if is_here else f"without {other}"
+        values_read = condition.values or ((True,) if values.get(other) is False else ())
+        wanted = " or ".join(f"{other}={format_value(value)}" for value in values_read) or other
+        fix = "remove it" + f", or set {wanted}" * is_here
+        yield Problem((key, other), f"{key}={format_value(values[key])}: has no effect {why}", fix)
+
+
+def _broken_condition(key: str, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> OnlyIf | None:
+    """The condition for which a key is not read; None if it is, or may be by the user's code or a model."""
+    condition = known[key].only_if if key in known else None
+    if condition is None:
+        return None
+    other = condition.key
+    if other not in values:  # a command without model.* takes its checkpoint's model
+        return None if other.startswith("model.") and "model.kind" not in values else condition
+    shipped = known[other].shipped if other in known else None
+    holds = condition.holds(values[other]) or (shipped is not None and values[other] not in shipped)
+    return _broken_condition(other, known, values) or (None if holds else condition)

@@ -15,24 +15,21 @@ from mlm.verify.config import AuditConfig, ParityConfig, VerifyResumeConfig, com
 
 
 def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
-    """Problems of a comparison: those of the pretraining run. Arguments as of `check_pretrain`."""
     problems = check_pretrain(comparable(config), world_size=world_size, local_devices=local_devices)
     p, cp = config.model.attention_dropout, config.parallel.cp
     if problems or local_devices is None or not p or cp == 1:
         return problems
-    # Fused attention on one GPU draws masks of its own, attention over cp ranks those of their positions.
+    # Fused attention on one GPU draws other masks than attention over cp ranks, which hashes positions.
     problem = f"model.attention_dropout={p:g} on a GPU draws other masks at cp={cp} than on one process"
     return [Problem(("model.attention_dropout", "cp"), problem, "use model.attention_dropout=0")]
 
 
 def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
-    """Problems of the run on one host, where it can be killed; those of its devices it reports itself."""
     run = replace(config, dist=replace(config.dist, device="auto", backend="auto"))
     return pretraining_problems(comparable(run), Launch(None, None, elsewhere=False))
 
 
 def check_audit(config: AuditConfig) -> list[Problem]:
-    """Problems of an audit's layout: nothing to compare, or more ranks than a host runs."""
     sizes = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
     ranks = math.prod(sizes.values())
     if 1 < ranks <= MAX_CPU_RANKS:

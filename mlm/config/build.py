@@ -58,7 +58,12 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     unusable = set[str]()
     for key, leaf in known.items():
         value = flat.get(key, leaf.default)
-        if problem := missing(leaf) if value == MISSING_VALUE else problem_of_value(leaf, value):
+        if value == MISSING_VALUE:
+            fix = f"add {leaf.key}=… ({leaf.doc.rstrip('.')})"
+            problem: Problem | None = Absent((leaf.key,), f"{leaf.key} is required: {fix}")
+        else:
+            problem = problem_of_value(leaf, value)
+        if problem:
             problems.append(problem)
             unusable.add(key)
     # hoisted keys go back into their section
@@ -100,11 +105,6 @@ def from_dict(cls: type[T], saved: dict[str, Any]) -> T:
 def config_digest(config: Any) -> str:
     """Content digest of a run spec, as `xxh3:<hex>`: equal for equal values, whatever their order."""
     return digest_bytes(json.dumps(to_dict(config), sort_keys=True).encode())
-
-
-def missing(leaf: Leaf) -> Problem:
-    fix = f"add {leaf.key}=… ({leaf.doc.rstrip('.')})"
-    return Absent((leaf.key,), f"{leaf.key} is required: {fix}")
 
 
 def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:

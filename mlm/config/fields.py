@@ -23,11 +23,11 @@ M = TypeVar("M")
 
 
 Options = dict[str, bool | int | float | str]
-"""Settings by name, of code that is not ours."""
+"""Settings by name, for the user's code."""
 ObserverEntry = str | Options
 """An import path, or its fields by name with the path as `use`."""
 Columns = dict[str, str]
-"""Names of a file by those that are wanted."""
+"""Names in a file, by the names that are read."""
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """s3://…, gs://…, https://…, hf://…"""
@@ -54,7 +54,7 @@ class Bound:
     """Limit of whole numbers."""
 
     def problem(self, key: str, value: Any) -> Problem | None:
-        """The problem of a value outside the bound. Values that are no numbers, such as null, have none."""
+        """The problem of a value outside the bound. Other values than numbers, such as null, have none."""
         numbers = value if isinstance(value, list | tuple) else [value]
         numbers = [number for number in numbers if isinstance(number, int | float)]
         if not all(map(self.holds, numbers)):
@@ -126,7 +126,7 @@ class Role(Enum):
     STORED = "read, from an object store too"
     """As INPUT, or s3://BUCKET/NAME."""
     BLEND = "read, after a weight"
-    """`0.3 corpora/wiki`, or the path alone; as INPUT."""
+    """`0.3 corpora/wiki`, or the path alone; as STORED."""
     STORE = "a folder of an object store to write"
     """s3://BUCKET/NAME."""
     RESULT = "a file to write"
@@ -140,7 +140,7 @@ READ = (Role.INPUT, Role.STORED, Role.BLEND)
 
 
 OUT_NAMES = Aliases("out_dir", "output_dir", "save", "save_dir")
-"""Of the first path that a command writes."""
+"""Other programs' names for the path that a command writes."""
 
 InputPath = Annotated[str, Role.INPUT]
 CHECKPOINT_NAMES = Aliases("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained")
@@ -182,7 +182,7 @@ def expand_home(path: str) -> str:
 
 
 def path_problem(key: str, value: Any, role: Role) -> Problem | None:
-    """The problem of an expanded path itself: it is empty, too long, of no user, or not to be read."""
+    """The problem of an expanded path itself: it is empty, too long, of no user, or cannot be read."""
     if isinstance(value, list | tuple):
         return next((problem for item in value if (problem := path_problem(key, item, role))), None)
     if not isinstance(value, str):
@@ -194,7 +194,7 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         user = path.partition("/")[0]
         fix = f"write the path in full, or ./{path}"
         return Problem.at(key, value, f"{user} is no user's home folder", fix)
-    if role is Role.STORE or (role is Role.STORED and STORED.match(path)):
+    if role is Role.STORE or (role in (Role.STORED, Role.BLEND) and STORED.match(path)):
         return url_problem(key, path)
     if REMOTE.match(path):
         fix = "copy it to this machine, or mount it, and name that path"
@@ -205,7 +205,15 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:  # looking for it would end in OSError
         too_long = f"a name of {longest} bytes is too long for a file system"
         return Problem.at(key, f"{path[:40]}…", too_long, "shorten it")
-    return reach_problem(key, path, role)
+    kind = file_type_name(Path(path))
+    if kind == "a loop of links":
+        return Problem.at(key, path, f"leads through {kind}", "correct the links, or name another path")
+    if role not in READ:  # what is written is checked by the writer
+        return None
+    if kind in ("a FIFO", "a socket", "a device"):
+        return Problem.at(key, path, f"is {kind}", "name a file or a folder")
+    reason = read_obstacle(path)
+    return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 
 
 def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
@@ -217,19 +225,6 @@ def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
     if problem := path_problem(key, path, role):
         raise ConfigError([problem])
     return path
-
-
-def reach_problem(key: str, path: str, role: Role) -> Problem | None:
-    """The problem of links that lead in a circle; of a path to read also what it is and who may read it."""
-    kind = file_type_name(Path(path))
-    if kind == "a loop of links":
-        return Problem.at(key, path, f"leads through {kind}", "correct the links, or name another path")
-    if role not in READ:
-        return None
-    if kind in ("a FIFO", "a socket", "a device"):
-        return Problem.at(key, path, f"is {kind}", "name a file or a folder")
-    reason = read_obstacle(path)
-    return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 
 
 def split_weight(entry: str) -> tuple[str, str]:

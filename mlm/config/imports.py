@@ -1,7 +1,7 @@
 """Objects of the user's own code, named by import path: `model.kind=my_package.my_family:FAMILY`.
 
 Importing a module runs its code, and checkpoints and run folders come from anyone. So a path is followed
-only into trusted modules: those of the paths that are typed on the command line, or stand in YAML that the
+only into trusted modules: modules of paths that are typed on the command line, or stand in YAML that the
 command line chooses, and those named in the environment variable MLM_TRUST (`my_package,other.module`),
 each with the modules below it. A path in a saved file is data until one of these names its module.
 """
@@ -30,7 +30,7 @@ def is_path(value: object) -> bool:
 
 
 def paths_in(value: object) -> list[str]:
-    """Return the import paths that a value of a key is, or lists: alone, or as `use` beside fields."""
+    """Return the import paths that a value of a key is, or lists: alone, or as `use` with fields."""
     values = value if isinstance(value, list | tuple) else [value]
     named = (item.get("use") if isinstance(item, dict) else item for item in values)
     return [str(path) for path in named if is_path(path)]

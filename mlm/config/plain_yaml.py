@@ -5,13 +5,14 @@ The loader is safe and bounded: each key once, no aliases, no tags, no interpola
 
 import os
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
-from mlm.util.errors import UserError, escape_controls, has_controls, reading_from
+from mlm.util.errors import UserError, escape_controls, reading_from
 from mlm.util.files import decode_text, open_regular
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
@@ -103,7 +104,7 @@ def problem_of(value: Any) -> str | None:
         return "an interpolation (${…}) is not resolved here; write the value itself"
     if isinstance(value, str) and value == MISSING_VALUE:
         return f"{MISSING_VALUE} is no value; write one"
-    if isinstance(value, str) and has_controls(value):
+    if isinstance(value, str) and any(unicodedata.category(c) == "Cc" for c in value if c not in "\n\t"):
         return f"{escape_controls(value)[:60]} holds control characters; write it without"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "the number is too large; write a smaller one"

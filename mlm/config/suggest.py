@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from math import isqrt
@@ -93,16 +93,32 @@ def nearest(
         return same_name
     if len(same) == 1:
         return same[0]
-    lowered = {key.lower(): key for key in reversed(known)}
+    lowered = dict[str, str]()
+    for key in known:
+        lowered.setdefault(key.lower(), key)
     # dgx_h100_80g is a dgx_h100, although dgx_a100_80g has more letters of it
     if extended := [key for key in lowered if re.match(rf"{re.escape(key)}_\d", word.lower())]:
         return lowered[max(extended, key=len)]
-    close = get_close_matches(word.lower(), [key.lower() for key in same] or list(lowered), n=1, cutoff=0.6)
-    if close:
-        return lowered[close[0]]
+    section = word.rpartition(".")[0]
+    siblings = [key for key in known if section and key.rpartition(".")[0] == section]
+    if siblings and not same:  # the section's name is no likeness
+        near = {key.rpartition(".")[2].lower(): key for key in siblings}
+        close = most_alike(last.lower(), near, 0.6)
+    else:
+        near = {key.lower(): key for key in same} or lowered
+        close = most_alike(word.lower(), near, 0.6)
+    if close is not None:
+        return near[close]
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}
-    close = get_close_matches(last.lower(), tails, n=1, cutoff=0.75)
-    return tails[close[0]] if close else None
+    close = most_alike(last.lower(), tails, 0.75)
+    return None if close is None else tails[close]
+
+
+def most_alike(word: str, candidates: Iterable[str], least: float) -> str | None:
+    """The candidate most like a word by difflib's ratio, of equals the first; None if none has `least`."""
+    listed = list(candidates)
+    close = sorted(get_close_matches(word, listed, n=len(listed) or 1, cutoff=least), key=listed.index)
+    return max(close, key=lambda key: SequenceMatcher(None, key, word).ratio(), default=None)
 
 
 def nearest_key(cls: type, key: str) -> str | None:

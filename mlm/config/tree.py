@@ -7,7 +7,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,9 +43,9 @@ class Leaf:
     doc: str
     """The string beneath the field."""
     role: Role | None = None
-    """Purpose of its path; None for what is no path."""
+    """Purpose of its path; None if it is not a path."""
     bound: Bound | None = None
-    """Bound of its number; None for what is no number, or has no bound."""
+    """Bound of its number; None if it is not a number, or has no bound."""
     aliases: tuple[str, ...] = ()
     """Names that other programs have for it."""
     shipped: tuple[str, ...] | None = None
@@ -146,10 +146,12 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def describe_type(kind: Any) -> str:
-    """A type annotation in words: `a whole number or null`."""
-    words = list[str]()
-    for alternative in alternatives(kind):
+def describe_values(leaf: Leaf) -> str:
+    """The values of a key in words: `a whole number or null`, or the shipped ones and an import path."""
+    if leaf.shipped:
+        return f"{', '.join(leaf.shipped)} or an import path"
+    words, among = list[str](), alternatives(leaf.type)
+    for alternative in among:
         origin, args = get_origin(alternative), get_args(alternative)
         if origin is Literal:
             words += map(str, args)
@@ -157,6 +159,8 @@ def describe_type(kind: Any) -> str:
             inner = [arg for arg in args if arg is not Ellipsis]
             counted = f"{len(inner)} " if origin is tuple and Ellipsis not in args else ""
             words.append(f"a list of {counted}{_PLURALS.get(inner[0], 'values')}")
+        elif alternative is bool and len(among) > 1:
+            words += ["true", "false"]
         else:
             words.append(_WORDS.get(alternative, str(alternative)))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
@@ -167,11 +171,6 @@ _WORDS[Options] = "names with numbers, texts, true or false"
 _ENTRIES = "import paths, or of {use: package.module:NAME, …} with fields"
 _WORDS[Columns] = "names with those of the file, such as {prompt: instruction}"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts", ObserverEntry: _ENTRIES}
-
-
-def describe_values(leaf: Leaf) -> str:
-    """The values of a key: its type's, or the shipped ones of a key that takes an import path too."""
-    return f"{', '.join(leaf.shipped)} or an import path" if leaf.shipped else describe_type(leaf.type)
 
 
 def alternatives(kind: Any) -> list[Any]:
@@ -198,10 +197,13 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
                 yield from _walk(kind, f"{prefix}{item.name}.", only_if)
         else:
             names, own = metadata(annotation, Aliases), metadata(annotation, ImportPath)
+            default = MISSING_VALUE if item.default is MISSING else item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
             yield Leaf(
                 key=f"{prefix}{item.name}",
                 type=kind,
-                default=_default(item),
+                default=default,
                 doc=docs.get(item.name, ""),
                 role=metadata(annotation, Role),
                 bound=metadata(annotation, Bound),
@@ -209,9 +211,3 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
                 shipped=own.shipped if own else None,
                 only_if=only_if,
             )
-
-
-def _default(item: "Field[Any]") -> Any:
-    if item.default is not MISSING:
-        return item.default
-    return MISSING_VALUE if item.default_factory is MISSING else item.default_factory()

@@ -1,35 +1,43 @@
 """A checkpoint of any format as another: `mlm convert`, and its work for imports and exports.
 
-One tensor at a time is read, written and compared.
+One tensor at a time is read, written and compared. Interrupted, the same conversion keeps complete files.
 """
 
+import logging
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import mlm
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region
+from mlm.config.build import to_dict
 from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
-from mlm.convert.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader, stored_shapes
+from mlm.convert.dcp.torchtitan import TOKEN_TABLE, locations, open_torchtitan
 from mlm.convert.huggingface.export import hf_mapping, tensor_bytes
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, read_settings
 from mlm.convert.huggingface.mapping import Note
+from mlm.convert.locations import ForeignModel
 from mlm.convert.megatron.classic import open_classic
 from mlm.convert.megatron.distributed import find_step, open_distributed
-from mlm.convert.megatron.model import Files, MegatronModel
-from mlm.convert.megatron.write import MegatronWriter
+from mlm.convert.megatron.write import core_mapping
 from mlm.convert.source import Checkpoint, Source, is_ours, open_checkpoint, open_source
 from mlm.convert.targets import write_target
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import KINDS, ModelConfig
 from mlm.runs.folder import new_folder, out_problems, run_config
+from mlm.runs.journal import Journal
+from mlm.runs.tokenizer import digests_of_tokenizer
 from mlm.util.errors import CheckFailedError, Problem, UserError, attempt
 from mlm.util.files import read_bounded
 from mlm.util.terminal import progress_bar
+
+log = logging.getLogger(__name__)
 
 WITHOUT_EFFECT = (
     *("kind", "options", "ffn_hidden_size"),  # compared by family, and with defaults filled in
@@ -41,7 +49,8 @@ WITHOUT_EFFECT = (
 def preflight(config: ConvertConfig) -> list[str]:
     """Return what is wrong with the settings, the source and `out`; no tensor is read."""
     problems = out_problems(config.out)
-    tokenizer = attempt(problems, lambda: load_tokenizer(config))
+    named = config.tokenizer
+    tokenizer = None if named is None else attempt(problems, lambda: Tokenizer.load(named))
     source = attempt(problems, lambda: open_for_conversion(config, tokenizer))
     if source is None:
         return problems
@@ -52,10 +61,6 @@ def preflight(config: ConvertConfig) -> list[str]:
             problems.append(str(Problem.at(key, getattr(config, key), why, "remove it")))
     attempt(problems, lambda: check_target(config, source))
     return problems
-
-
-def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
-    return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
 def open_for_conversion(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
@@ -82,9 +87,9 @@ def check_target(config: ConvertConfig, source: Source) -> None:
     if config.to == "native" and config.dtype != "float32":
         raise UserError(f"dtype={config.dtype}: weights of to=native are float32: leave it out")
     if config.to == "torch_dist":
-        MegatronWriter(source.model, source.read, torch.float32).tensors()
+        core_mapping(source.model)
     if config.to == "torchtitan":
-        stored_shapes(source.model)
+        locations(source.model)
     if config.to in ("hf", "torchtitan"):
         hf_mapping(source)
 
@@ -92,21 +97,36 @@ def check_target(config: ConvertConfig, source: Source) -> None:
 def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
     """Read, write, compare and publish; return the source, notes, and a line on what was compared.
 
-    Raises UserError and leaves no files.
+    Raises UserError. Complete files stay for the same command, unless the source or they are damaged.
     """
-    source = open_for_conversion(config, load_tokenizer(config))
+    tokenizer = None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
+    source = open_for_conversion(config, tokenizer)
     check_target(config, source)
     name, digests = Path(config.source).resolve().name, source.digests()
     origin = {"kind": source.format, "name": name, "files": dict(sorted(digests.items())), **source.origin}
     dtype: torch.dtype = getattr(torch, config.dtype)
     count = tensor_bytes(source, dtype)
-    with new_folder(Path(config.out), count, "run" if config.to == "native" else "exported-model") as folder:
-        with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
-            write_target(config, source, folder, origin, advance)
-        line = "not compared with the source (verify=false)"
-        if config.verify:
-            reading = replace(config, vocab_size=source.model.vocab_size)
-            line = compare(source, open_any(str(folder), reading), dtype)
+    identity = {
+        "source": origin,
+        "model": to_dict(source.model),
+        "tokenizer": source.tokenizer and digests_of_tokenizer(source.tokenizer).encode(),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **{key: getattr(config, key) for key in ("to", "dtype", "max_file_gb")},
+    }
+    kind = "run" if config.to == "native" else "exported-model"
+    journal, line = Journal(identity), "not compared with the source (verify=false)"
+    try:
+        with new_folder(Path(config.out), count, kind, journal) as folder:
+            with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
+                write_file = partial(journal.write_file, progress=advance)
+                write_target(config, source, folder, origin, advance, write_file)
+            if config.verify:
+                reading = replace(config, vocab_size=source.model.vocab_size)
+                line = compare(source, open_any(str(folder), reading), dtype)
+    except (KeyboardInterrupt, SystemExit):
+        if journal.files:
+            log.warning("stopped: the same command continues with %d complete files", len(journal.files))
+        raise
     notes = source.conversion_notes
     if source.format != "hf":
         notes.append(
@@ -123,8 +143,13 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
     `dtype` is the target's, to which parameters are rounded first. With equal parameters and settings the
     outputs are equal too. Raises CheckFailedError for a difference.
     """
-    if changed := changed_setting(source.model, target.model):
-        raise CheckFailedError(f"{changed} differs from {source.path} after the conversion")
+    names = [field.name for field in fields(ModelConfig) if field.name not in WITHOUT_EFFECT]
+    for name in (*names, "ffn_size"):
+        if getattr(source.model, name) != getattr(target.model, name):
+            raise CheckFailedError(f"model.{name} differs from {source.path} after the conversion")
+    mapping = mapping_of(source.model)
+    if mapping is not None and (option := mapping.changed_option(source.model, target.model)):
+        raise CheckFailedError(f"model.options.{option} differs from {source.path} after the conversion")
     compared = {name: entry for name, entry in source.parameters.items() if name not in source.filled}
     size = sum(entry.num_bytes for entry in compared.values())
     with progress_bar("comparing", size, in_bytes=True) as advance:
@@ -135,20 +160,8 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
                 if not torch.equal(source.read(name, region).to(dtype), target.read(name, region).to(dtype)):
                     raise CheckFailedError(f"{name} differs from {source.path} after the conversion")
                 advance(region.volume * 4)
-    names = f"{len(compared)} parameters are equal bit for bit"
-    return f"compared: {names}, and so are the settings of the model"
-
-
-def changed_setting(source: ModelConfig, target: ModelConfig) -> str | None:
-    """Return the first setting that decides outputs and differs between two models; None if there is none."""
-    names = [field.name for field in fields(ModelConfig) if field.name not in WITHOUT_EFFECT]
-    for name in (*names, "ffn_size"):
-        if getattr(source, name) != getattr(target, name):
-            return f"model.{name}"
-    if source == target or (mapping := mapping_of(source)) is None:
-        return None
-    changed = mapping.changed_option(source, target)
-    return None if changed is None else f"model.options.{changed}"
+    equal = f"{len(compared)} parameters are equal bit for bit"
+    return f"compared: {equal}, and so are the settings of the model"
 
 
 def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
@@ -170,67 +183,40 @@ def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = N
     known = tokenizer.vocab_size if tokenizer else None
     if not (step / METADATA).exists():
         opened = open_classic(step, settings.vocab_size, known, settings.num_heads)
-        return MegatronSource(opened, tokenizer, format="torch")
+        return ForeignSource(opened, tokenizer)
     if TOKEN_TABLE.encode() not in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
-        return MegatronSource(open_distributed(step, settings.vocab_size, known), tokenizer)
-    named, model = settings.config, None
+        return ForeignSource(open_distributed(step, settings.vocab_size, known), tokenizer)
+    named = settings.config
     if named is not None and is_ours(named):
-        model = open_checkpoint(named).model
-    elif named is not None or has_config:
-        model = read_settings(Path(named or folder))[2]
-    return TorchtitanSource(step, model, tokenizer)
+        checkpoint = open_checkpoint(named)
+        return ForeignSource(open_torchtitan(step, checkpoint.model, checkpoint.origin), tokenizer)
+    if named is not None or has_config:
+        _, content, model, _ = read_settings(Path(named or folder))
+        return ForeignSource(open_torchtitan(step, model, content), tokenizer)
+    raise UserError(
+        f"{step}: torchtitan's names, and no config.json: set config=… of mlm convert to a folder "
+        "with the config.json of the model (of its transformers version) or a run of mlm"
+    )
 
 
-class TorchtitanSource(Source):
-    """A folder of torch.distributed.checkpoint with torchtitan's names."""
+class ForeignSource(Source):
+    """A checkpoint of Megatron-LM or torchtitan."""
 
-    format = "torchtitan"
-
-    def __init__(self, folder: Path, model: ModelConfig | None, tokenizer: Tokenizer | None) -> None:
-        if model is None:
-            raise UserError(
-                f"{folder}: torchtitan's names, and no config.json: set config=… of mlm convert to a folder "
-                "with the config.json of the model (that of its transformers version) or a run of mlm"
-            )
-        super().__init__(folder, run_config(folder.name, model), (), tokenizer)
-        self._tensors = TorchtitanReader(folder, model)
-
-    def read(self, name: str, region: Region) -> Tensor:
-        return self._tensors.read(name, region)
-
-    def digests(self) -> dict[str, str]:
-        return _digests(self._tensors.reader)
-
-
-class MegatronSource(Source):
-    """A checkpoint of Megatron-LM."""
-
-    def __init__(
-        self, opened: MegatronModel, tokenizer: Tokenizer | None, format: str = "torch_dist"
-    ) -> None:
-        self.format = format
-        tensors, notes = opened.tensors, list(opened.notes)
-        if padding := opened.table_rows - opened.model.vocab_size:
-            rows = f"the last {padding:,} of {opened.table_rows:,} rows of the token table"
-            notes.append(f"{rows} are padding: left out")
+    def __init__(self, stored: ForeignModel, tokenizer: Tokenizer | None) -> None:
+        notes = list(stored.notes)
         if tokenizer is None:
             notes.append("no tokenizer was named: give tokenizer=… where text is read or written")
-        config = run_config(tensors.path.name, opened.model)
-        super().__init__(tensors.path, config, tuple(map(Note, notes)), tokenizer)
-        self._opened, self.filled = opened, opened.filled
-        self.origin = {"iteration": opened.iteration}
+        config = run_config(stored.path.name, stored.model)
+        super().__init__(stored.path, config, tuple(map(Note, notes)), tokenizer)
+        self.format, self.filled, self._stored = stored.format, stored.filled, stored
+        self.origin = dict(stored.origin)
+        if tokenizer is None:
+            self.origin |= stored.token_ids
 
     def read(self, name: str, region: Region) -> Tensor:
-        return self._opened.read(name, region)
+        return self._stored.read(name, region)
 
     def digests(self) -> dict[str, str]:
-        return _digests(self._opened.tensors.files)
-
-
-def _digests(files: Files) -> dict[str, str]:
-    """Compare records with their checksums; return the digest of each file by its name.
-
-    Raises CorruptFileError where a checksum differs, UserError where a file cannot be read.
-    """
-    with progress_bar("reading", files.num_bytes, in_bytes=True) as advance:
-        return files.verify(advance)
+        files = self._stored.files
+        with progress_bar("reading", files.num_bytes, in_bytes=True) as advance:
+            return files.verify(advance)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.folders import locate
@@ -31,7 +30,7 @@ from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_name, read_model, read_tokenizer
-from mlm.convert.huggingface.mapping import Note
+from mlm.convert.huggingface.mapping import TOKEN_IDS, Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
 from mlm.data.chat_builtin import BUILT_IN, TURNS
@@ -64,8 +63,13 @@ def open_source(name: str, tokenizer: Tokenizer | None = None) -> "Source":
     `tokenizer` replaces the saved one in conversions. Raises UserError (ConfigError for several problems),
     CorruptFileError.
     """
-    if (folder := model_folder(name)) is not None:
-        return ModelFolder(folder, tokenizer, hub_id(name))
+    folder, repository = Path(name), hub_id(name)
+    if folder.exists():
+        # A folder that holds checkpoints of mlm is no model folder, whatever else is in it.
+        is_model = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
+        return ModelFolder(folder, tokenizer, repository) if is_model else open_checkpoint(name, tokenizer)
+    if repository is not None:
+        return ModelFolder(fetch(repository, None, "ckpt"), tokenizer, repository)
     return open_checkpoint(name, tokenizer)
 
 
@@ -80,19 +84,6 @@ def is_ours(path: str) -> bool:
     except UserError:
         return False
     return True
-
-
-def model_folder(name: str) -> Path | None:
-    """Return the folder of a model of `transformers`, fetched if the name is an id of the Hub; else None.
-
-    A folder that holds checkpoints of mlm is none. Raises UserError if the Hub does not have it.
-    """
-    folder = Path(name)
-    if folder.exists():
-        is_model = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
-        return folder if is_model else None
-    repository = hub_id(name)
-    return None if repository is None else fetch(repository, None, "ckpt")
 
 
 class Source(ABC):
@@ -206,10 +197,8 @@ class Source(ABC):
         tokenizer = self.saved_tokenizer(key) if named is None else self._load_named(named)
         if not any_size and (problem := vocabulary_problem(named, tokenizer, self.model, key)):
             raise UserError(problem)
-        known, now = (
-            None if named is None or force else self.tokenizer_digest,
-            digests_of_tokenizer(tokenizer),
-        )
+        known = None if named is None or force else self.tokenizer_digest
+        now = digests_of_tokenizer(tokenizer)
         if problem := other_tokenizer(f"{key}={named}", now, str(self.path), known, f"remove {key}="):
             raise UserError(problem)
         return tokenizer
@@ -337,23 +326,20 @@ class Checkpoint(Source):
         self._reader = Reader(path, self.manifest)
         self._change_of = lru_cache(maxsize=1)(self._compute_change)  # a weight is read in parts
         self.base: Source | None = None
-        if self.manifest.state.get(LORA) is not None:
-            self.base = self._open_base()
-        else:
+        entry = self.manifest.state.get(LORA)
+        if entry is None:
             check_stored_parameters(self.manifest, self.model, path)
-
-    def _open_base(self) -> Source:
-        entry = self.manifest.state[LORA]
+            return
         name, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("base", "digest"))
         if not isinstance(name, str) or not isinstance(digest, str):
-            raise CorruptFileError(f"{self.path}: does not name the base of its adapters")
-        self.base_name, self.base_digest, path = name, digest, Path(name)
+            raise CorruptFileError(f"{path}: does not name the base of its adapters")
+        self.base_name, self.base_digest, base = name, digest, Path(name)
         # A chain of true digests has no cycle. A model folder's are compared when its weights are read.
-        if (path / MANIFEST).exists():
-            self._check_base(read_manifest(path).digest)
-        elif not (path / CONFIG).is_file() and not hub_id(name):
+        if (base / MANIFEST).exists():
+            self._check_base(read_manifest(base).digest)
+        elif not (base / CONFIG).is_file() and not hub_id(name):
             raise UserError(f"{name}: the base of these adapters is not there; bring it back")
-        return open_source(name)
+        self.base = open_source(name)
 
     def _check_base(self, digest: str) -> None:
         if digest != self.base_digest:
@@ -366,7 +352,7 @@ class Checkpoint(Source):
     def origin(self) -> dict[str, JSON]:
         source = self.manifest.state.get("source")
         kept = source if isinstance(source, dict) else {}
-        return {key: kept[key] for key in ("pad_token_id", "labels", "card") if key in kept}
+        return {key: kept[key] for key in (*TOKEN_IDS, "labels", "card") if key in kept}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -383,11 +369,11 @@ class Checkpoint(Source):
 
     def read(self, name: str, region: Region) -> Tensor:
         if self.base is None or f"model.{name}" in self.manifest.tensors:
-            return self._read_stored("model", name, region)
+            return self._read_stored(name, region)
         change = self._change_of(name)
         if name in self.quantized:
             slices = tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))
-            value = rounded(self.base.whole(name), self.trained_dtype)[slices]
+            value = rounded(self.base.whole(name), DTYPES[self.config.precision.dtype])[slices]
         else:
             value = self.base.read(name, region)
         if change is None:
@@ -396,19 +382,15 @@ class Checkpoint(Source):
 
     @cached_property
     def quantized(self) -> frozenset[str]:
-        """Weights of the base that the adapters were trained beside in 4 bits."""
+        """Weights of the base on which the adapters were trained in 4 bits."""
         chunk = adapted_on_meta(self.model, self.config.lora, layer_names(self.model))
         return frozenset(f"{name}.weight" for name in quantized_layers(chunk, self.config.lora))
 
-    @property
-    def trained_dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision.dtype]
-
-    def _read_stored(self, kind: str, name: str, region: Region) -> Tensor:
-        if f"{kind}.{name}" not in self.manifest.tensors:
-            raise CorruptFileError(f"{self.path}: holds no {kind}.{name}, its config has one. {RESTORE}")
+    def _read_stored(self, name: str, region: Region) -> Tensor:
+        if f"model.{name}" not in self.manifest.tensors:
+            raise CorruptFileError(f"{self.path}: holds no model.{name}, its config has one. {RESTORE}")
         with reading_from(self.path, RESTORE):
-            return self._reader.read(f"{kind}.{name}", region).float()
+            return self._reader.read(f"model.{name}", region).float()
 
     def _compute_change(self, name: str) -> WeightChange | None:
         change = self._changes.get(name)
@@ -420,10 +402,8 @@ class Checkpoint(Source):
         assert self.base is not None
         self._check_base(self.base.digest)
         model, lora, names = self.model, self.config.lora, layer_names(self.model)
-        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, names)}
-        stored = {
-            name: self._read_stored("model", name, Region.whole(shape)) for name, shape in shapes.items()
-        }
+        shards = [shard for shard, _ in adapter_shards(model, lora, names)]
+        stored = {s.name: self._read_stored(s.name, Region.whole(s.global_shape)) for s in shards}
         return merged_changes(model, lora, names, stored)
 
     def digests(self) -> dict[str, str]:

@@ -8,13 +8,16 @@ from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import WriteFile, write_anew
 from mlm.convert.config import ConvertConfig
 from mlm.convert.dcp.torchtitan import torchtitan_tensors
 from mlm.convert.dcp.writer import write_dcp
-from mlm.convert.huggingface.export import hf_mapping, token_ids, write_hf, write_json
+from mlm.convert.huggingface.export import hf_config, hf_mapping, write_hf, write_json
+from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG
+from mlm.convert.huggingface.mapping import declared_ids
 from mlm.convert.megatron.distributed import LATEST
-from mlm.convert.megatron.write import RELEASE, MegatronWriter, core_tensors, write_common
+from mlm.convert.megatron.write import RELEASE, core_tensors, write_common
 from mlm.convert.source import Source
 from mlm.runs.folder import GB, imported_state, initial_values, run_config, write_run
 from mlm.util.files import write_atomic
@@ -22,27 +25,34 @@ from mlm.util.terminal import Advance
 
 
 def write_target(
-    config: ConvertConfig, source: Source, folder: Path, origin: dict[str, JSON], advance: Advance
+    config: ConvertConfig,
+    source: Source,
+    folder: Path,
+    origin: dict[str, JSON],
+    advance: Advance,
+    write_file: WriteFile,
 ) -> None:
     """Write the files of the format `config.to` into `folder`."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     most = int(config.max_file_gb * GB)
     match config.to:
         case "native":
-            write_native(source, folder, origin, advance)
+            write_native(source, folder, origin, advance, write_file)
         case "hf":
-            write_hf(source, folder, dtype, config.max_file_gb, advance)
+            write_hf(source, folder, dtype, config.max_file_gb, advance, write_file)
         case "torchtitan":
             tensors, read = torchtitan_tensors(source.model, source.read, dtype)
-            write_dcp(folder, tensors, read, most, advance)
+            write_dcp(folder, tensors, read, most, advance, write_file)
             # torchtitan records no model: this describes it.
-            write_json(folder / CONFIG, hf_mapping(source).write(source.model, token_ids(source)))
+            write_json(folder / CONFIG, hf_config(source, hf_mapping(source)))
         case "torch_dist":
             # Megatron-LM starts from release/ and the file that names it.
-            writer = MegatronWriter(source.model, source.read, dtype)
-            tensors, read = core_tensors(writer)
-            write_dcp(folder / RELEASE, tensors, read, most, advance)
-            write_common(folder / RELEASE, writer)
+            tensors, read = core_tensors(source.model, source.read, dtype)
+            write_dcp(folder / RELEASE, tensors, read, most, advance, write_file)
+            mapping = mapping_of(source.model)
+            declared = {} if mapping is None else hf_config(source, mapping)
+            ids = declared_ids(declared, source.model.vocab_size)
+            write_common(folder / RELEASE, source.model, ids)
             write_atomic(folder / LATEST, RELEASE.encode())
 
 
@@ -51,6 +61,7 @@ def write_native(
     folder: Path,
     origin: Mapping[str, JSON],
     advance: Advance,
+    write_file: WriteFile = write_anew,
 ) -> Path:
     """Write a run directory; return its checkpoint.
 
@@ -73,4 +84,5 @@ def write_native(
         state=imported_state(config, origin, source.filled),
         tokenizer=source.tokenizer,
         progress=advance,
+        write_file=write_file,
     )

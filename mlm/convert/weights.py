@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import SAVE_AGAIN, commit_of
 from mlm.convert.source import Checkpoint, ModelFolder, Source, digest_of_files
 from mlm.models.lora import adapter_shards, merged_changes
+from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.nf4 import NF4Weight, rounded
 from mlm.parallel.random import init_shard
@@ -30,6 +32,7 @@ NOT_LOADED = (
 """Prefixes of tensors that a model with another head, or no optimizer, does not take from a checkpoint."""
 
 
+@torch.no_grad()
 def fill_parameters(
     shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext, *, initialize: bool = True
 ) -> Manifest:
@@ -41,7 +44,7 @@ def fill_parameters(
     Collective over all ranks. Raises UserError, also if the base is not the one of the adapters, and
     CorruptFileError; an error of one rank is raised on all.
     """
-    # of weights in 4 bits, plain ones on the host, rounded at the end
+    # Weights in 4 bits are filled as plain ones on the host, and rounded at the end.
     plain = {
         shard.name: replace(
             shard, parameter=nn.Parameter(torch.empty(weight.shape, dtype=weight.plain_dtype))
@@ -62,47 +65,35 @@ def _fill(
     if isinstance(source, ModelFolder):
         return _fill_from_folder(shards, source, ctx, initialize=initialize)
     assert isinstance(source, Checkpoint), "other formats are converted first"
+    load = partial(
+        load_checkpoint,
+        source.path,
+        ranks=Ranks.of(ctx),
+        allow_extra=lambda name: name.startswith(NOT_LOADED),
+        cast=True,
+    )
     stored = source.manifest.tensors
     if source.base is None:
         held = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
-        return _load(source, model_shards(held), ctx)
-    rest = [s for s in shards if f"model.{s.name}" not in stored]
-    below = _fill(rest, source.base, ctx, initialize=initialize)
+        return load(model_shards(held))
+    by_name = {s.name: s for s in shards if f"model.{s.name}" not in stored}
+    below = _fill([*by_name.values()], source.base, ctx, initialize=initialize)
     if below.digest != source.base_digest:
         raise UserError(
             f"{source.path}: its adapters are of the base {source.base_digest}, and {source.base_name} is "
             f"{below.digest}; bring that base back"
         )
-    return _add_adapters(rest, [s for s in shards if f"model.{s.name}" in stored], source, ctx)
-
-
-def _load(source: Source, wanted: dict[str, TensorShard], ctx: ParallelContext) -> Manifest:
-    return load_checkpoint(
-        source.path,
-        wanted,
-        ranks=Ranks.of(ctx),
-        allow_extra=lambda name: name.startswith(NOT_LOADED),
-        cast=True,
-    )
-
-
-@torch.no_grad()
-def _add_adapters(
-    shards: Sequence[ParameterShard],
-    head: Sequence[ParameterShard],
-    source: Checkpoint,
-    ctx: ParallelContext,
-) -> Manifest:
+    # Adapters and a task's head are loaded; adapters are added to the weights of the base.
     model, lora, names = source.model, source.config.lora, layer_names(source.model)
     adapters = {
         shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora, names)
     }
     wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
-    manifest = _load(source, wanted | model_shards(head), ctx)
-    by_name = {shard.name: shard for shard in shards}
+    manifest = load(wanted | model_shards([s for s in shards if f"model.{s.name}" in stored]))
     for name in source.quantized:
         if (shard := by_name.get(name)) is not None:
-            shard.parameter.copy_(rounded(shard.parameter, source.trained_dtype))
+            dtype = DTYPES[source.config.precision.dtype]
+            shard.parameter.copy_(rounded(shard.parameter, dtype))
     for name, change_of in merged_changes(model, lora, names, adapters).items():
         if (shard := by_name.get(name)) is not None:
             change = change_of()
@@ -113,7 +104,6 @@ def _add_adapters(
     return manifest
 
 
-@torch.no_grad()
 def _fill_from_folder(
     shards: Sequence[ParameterShard], source: ModelFolder, ctx: ParallelContext, *, initialize: bool
 ) -> Manifest:

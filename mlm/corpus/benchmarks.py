@@ -122,7 +122,6 @@ def read_hub(name: str) -> Iterator[tuple[str, str]]:
 
 
 def dump_benchmarks(texts: Iterable[EvaluationText]) -> bytes:
-    """Return the texts as one .jsonl, for all tasks."""
     return "".join(json.dumps([text.set, text.location, text.text]) + "\n" for text in texts).encode()
 
 

@@ -19,7 +19,7 @@ from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import describe_encodings, group, input_lines, split_inputs, with_digests
 from mlm.corpus.stages.passages import plan_passages
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan, make_plan, shard_bytes
-from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary, write_rejected
+from mlm.corpus.stages.publish import count_documents, publish, reject_empty_parts, summary
 from mlm.corpus.stages.ray_executor import RayExecutor, executor_problems
 from mlm.corpus.stages.run import Executor, LocalExecutor, run_stages
 from mlm.data.config import SPLITS
@@ -34,8 +34,6 @@ from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.system import available_cores
 from mlm.util.terminal import console, one_line
 
-FEW_TOKENS = 10
-"""Tokens of train per id of the vocabulary, below which the vocabulary is large for the text."""
 WORK = "work"
 """Folder in `out` of the files between the stages."""
 
@@ -64,11 +62,18 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
         inputs = with_digests(listing.inputs, config.encoding)
-        if config.encoding == AUTO and (found := describe_encodings(inputs)):
-            screen.print(f"encoding=auto: {found}")
+        if config.encoding == AUTO and (encodings := describe_encodings(inputs)):
+            screen.print(f"encoding=auto: {encodings}")
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
         made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
-        if (receipt := reusable(out, made_of)) is not None:
+        receipt = read_receipt(out)
+        if receipt is not None:
+            remedy = "set another out=, or delete the folder"
+            same = json.loads(json.dumps(made_of))  # tuples are lists in the receipt
+            if differing := [key for key, value in same.items() if receipt.get(key) != value]:
+                raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
+            if (name := damaged_file(out, receipt)) is not None:
+                raise UserError(f"out={out}: {name} differs from {RECEIPT}: {remedy}")
             screen.print(f"{out} is up to date")
         else:
             reject_corpus(out)
@@ -86,7 +91,8 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
                 "no evaluation set is kept out of this corpus: set "
                 "decontaminate.against=[wikitext103,lambada] to have scores on them mean something"
             )
-        if (left := delete_work(config)) is not None:
+        reads = [*as_paths(config.input), config.tokenizer, *config.decontaminate.against, config.out]
+        if (left := delete_owned(work, "corpus-work", inputs=reads)) is not None:
             screen.print(left)
     return receipt
 
@@ -109,11 +115,6 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, di
         (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
         (Path(config.out, WORK), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
     ]
-
-
-def delete_work(config: DataBuildConfig) -> str | None:
-    reads = [*as_paths(config.input), config.tokenizer, *config.decontaminate.against, config.out]
-    return delete_owned(Path(config.out, WORK), "corpus-work", inputs=reads)
 
 
 def build(
@@ -146,23 +147,16 @@ def build(
     names = publish(plan, out)
     os.replace(plan.work / TOKENIZER, out / TOKENIZER)
     write_atomic(out / INPUTS, input_lines(inputs))
-    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
+    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS])
     screen.print(summary(out, receipt))
-    if (note := vocabulary_note(out, receipt)) is not None:
-        screen.print(note)
-    return receipt
-
-
-def vocabulary_note(out: Path, receipt: Receipt) -> str | None:
-    """Warn in a line of a vocabulary that is large for the text; None if it is not."""
     tokens, size = receipt["splits"]["train"]["tokens"], receipt["vocab_size"]
-    if tokens >= FEW_TOKENS * size:
-        return None
-    used = len(np.unique(IndexedDataset(out / "train").tokens[:]))
-    return (
-        f"the vocabulary is large for this text: train has {tokens:,} tokens, of {used:,} of {size:,} ids; "
-        "`mlm data tokenizer` learns a smaller one"
-    )
+    if tokens < 10 * size:  # most of its ids are then too rare to be learned
+        used = len(np.unique(IndexedDataset(out / "train").tokens[:]))
+        screen.print(
+            f"the vocabulary is large for this text: train has {tokens:,} tokens, of {used:,} of {size:,} "
+            "ids; `mlm data tokenizer` learns a smaller one"
+        )
+    return receipt
 
 
 def ingredients(
@@ -186,21 +180,6 @@ def ingredients(
         "seed": config.seed,
         "inputs": {"files": len(inputs), "digest": digest_bytes(input_lines(inputs))},
     }
-
-
-def reusable(out: Path, made_of: Receipt) -> Receipt | None:
-    """Return the receipt of an equal, complete corpus. Raises UserError if another one is there."""
-    receipt = read_receipt(out)
-    if receipt is None:
-        return None
-    remedy = "set another out=, or delete the folder"
-    same = json.loads(json.dumps(made_of))  # tuples are lists in the receipt
-    differing = [key for key, value in same.items() if receipt.get(key) != value]
-    if differing:
-        raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
-    if (name := damaged_file(out, receipt)) is not None:
-        raise UserError(f"out={out}: {name} differs from {RECEIPT}: {remedy}")
-    return receipt
 
 
 def reject_corpus(out: Path) -> None:

@@ -15,7 +15,6 @@ N-grams are compared by a hash of 64 bits (minhash.py), so that two different on
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,13 +45,13 @@ SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did 
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class NGramMatch:
     """A run of words of a document that occurs in one evaluation text."""
 
     set: str
     """Name of the evaluation set."""
     number: int
-    """Number of the evaluation text among those of all sets."""
+    """Index of the evaluation text over all sets."""
     begin: int
     """First letter in the document."""
     end: int
@@ -63,7 +62,7 @@ class Match:
 class Cleaned:
     pieces: list[str]
     """[the text] itself without a match; no piece if the document is dropped."""
-    matches: list[Match]
+    matches: list[NGramMatch]
     letters_removed: int = 0
 
     @property
@@ -71,18 +70,6 @@ class Cleaned:
         if not self.matches:
             return "kept"
         return "cut" if self.pieces else "dropped"
-
-
-@dataclass(frozen=True, eq=False)
-class Hits:
-    """N-grams of a text that occur in evaluation texts, by position in the text. int64 [hits] each."""
-
-    begin: Ints
-    """First word."""
-    end: Ints
-    """One past the last word."""
-    text: Ints
-    """Number of the first evaluation text that holds the n-gram."""
 
 
 class NGramTable:
@@ -137,30 +124,34 @@ class NGramIndex:
             self._tables[n] = NGramTable(hashes, owners)
 
     def clean(self, text: str) -> Cleaned:
-        hits = self.find(text)
-        if hits is None:
+        begin, end, owner = self.find(text)
+        if not len(begin):
             return Cleaned([text], [])
         # overlapping and touching n-grams of the same evaluation text are one match
-        fresh = np.ones(len(hits.begin), dtype=bool)
-        reach = np.maximum.accumulate(hits.end)
-        fresh[1:] = (hits.text[1:] != hits.text[:-1]) | (hits.begin[1:] > reach[:-1])
+        fresh = np.ones(len(begin), dtype=bool)
+        reach = np.maximum.accumulate(end)
+        fresh[1:] = (owner[1:] != owner[:-1]) | (begin[1:] > reach[:-1])
         first = np.flatnonzero(fresh)
-        last_word = np.maximum.reduceat(hits.end, first) - 1
+        last_word = np.maximum.reduceat(end, first) - 1
         word_begin, word_end = spans(text)
-        columns = (hits.text[first], word_begin[hits.begin[first]], word_end[last_word])
+        columns = (owner[first], word_begin[begin[first]], word_end[last_word])
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        matches = [Match(self._texts[number].set, number, begin, end) for number, begin, end in rows]
+        matches = [NGramMatch(self._texts[number].set, number, begin, end) for number, begin, end in rows]
         pieces = cut(text, matches, self.config) if self.config.action == "cut" else []
         return Cleaned(pieces, matches, len(text) - sum(map(len, pieces)))
 
-    def find(self, text: str) -> Hits | None:
-        """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
-        hits = list(self._search(hash_texts([plain_words(piece) for piece in pieces_of(text)])[0]))
-        if not hits:
-            return None
-        begin, end, owner = (np.concatenate(part) for part in zip(*hits, strict=True))
+    def find(self, text: str) -> tuple[Ints, Ints, Ints]:
+        """Find the known n-grams of a text, ordered by first word and length: int64 [hits] each.
+
+        They are the first word, one past the last, and the number of the first evaluation text that holds the
+        n-gram.
+        """
+        none = np.empty(0, np.int64)
+        hits = self._search(hash_texts([plain_words(piece) for piece in pieces_of(text)])[0])
+        columns = zip((none, none, none), *hits, strict=True)
+        begin, end, owner = (np.concatenate(column) for column in columns)
         order = np.lexsort((end, begin))
-        return Hits(begin[order], end[order], owner[order])
+        return begin[order], end[order], owner[order]
 
     def suspects(self, texts: Sequence[str]) -> NDArray[np.bool_]:
         """Mask of texts [n] that may hold a known n-gram: of each that does, and few others.
@@ -189,7 +180,8 @@ class NGramIndex:
     def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Summarise a corpus as plain JSON: counts per set, and the 20 texts matched most often.
 
-        `counts` are those of `count_matches`, of all documents.
+        `counts` of all documents with a match: each outcome, `letters` removed, and the documents that match
+        `set NAME` and `text NUMBER`.
         """
         documents = [counts.get(f"text {number}", 0) for number in range(len(self._texts))]
         none = {"texts": 0, "too_short": 0, "texts_hit": 0}
@@ -217,21 +209,12 @@ class NGramIndex:
         }
 
 
-def count_matches(counts: Counter[str], cleaned: Cleaned) -> None:
-    """Count a document with a match: its outcome, letters removed, the sets and texts it matches."""
-    if cleaned.matches:
-        counts[cleaned.outcome] += 1
-        counts["letters"] += cleaned.letters_removed
-        counts.update({f"set {match.set}" for match in cleaned.matches})
-        counts.update({f"text {match.number}" for match in cleaned.matches})
-
-
-def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> list[str]:
+def cut(text: str, matches: Sequence[NGramMatch], config: DecontaminateConfig) -> list[str]:
     """Return the pieces that are long enough; none if the document is cut at too many places."""
     cuts = list[list[int]]()
     for match in sorted(matches, key=lambda match: match.begin):
-        begin = edge_of_word(text, max(0, match.begin - config.margin), -1)
-        end = edge_of_word(text, min(len(text), match.end + config.margin), 1)
+        begin = word_edge(text, max(0, match.begin - config.margin), -1)
+        end = word_edge(text, min(len(text), match.end + config.margin), 1)
         if cuts and begin <= cuts[-1][1]:
             cuts[-1][1] = max(cuts[-1][1], end)
         else:
@@ -246,14 +229,13 @@ def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> lis
     return [piece for piece in pieces if len(piece) >= max(1, config.min_piece)]
 
 
-def is_word_letter(letter: str) -> bool:
-    """True for what words are made of, marks that combine and letters that matching ignores included."""
-    return letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")
-
-
-def edge_of_word(text: str, at: int, step: int) -> int:
+def word_edge(text: str, at: int, step: int) -> int:
     """Return the nearest position that is not inside a word, from `at` on, by steps of 1 or -1."""
-    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
+    while 0 < at < len(text):
+        for letter in text[at - 1 : at + 1]:
+            # marks that combine and letters that matching ignores are parts of a word too
+            if not (letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")):
+                return at
         at += step
     return at
 
@@ -288,31 +270,27 @@ def spans(text: str) -> tuple[Ints, Ints]:
     """
     begins, ends, done = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for piece in pieces_of(text):
-        begin, end = _spans(piece)
+        units: list[str] | str = piece
+        folded = piece.casefold()
+        if not piece.isascii() and (IGNORABLE.search(piece) or not unicodedata.is_normalized("NFKC", piece)):
+            units = list[str]()
+            for word in SPACES.findall(piece):
+                # letters, if they normalise separately
+                is_separable = word.isascii() or "".join(map(plain_form, word)) == plain_form(word)
+                units += list(word) if is_separable else [word]
+            folded = "".join(plain_form(unit).casefold() for unit in units)
+        words_at = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
+        begin, end = words_at[:, 0], words_at[:, 1]
+        # Back to letters of the text, if any grew: casefolding never shortens.
+        if len(folded) != len(piece) or units is not piece:
+            after = np.cumsum([len(unit) for unit in units])
+            grown = [len(plain_form(unit).casefold()) for unit in units]
+            unit_of = np.repeat(np.arange(len(units)), grown)
+            begin, end = np.append(0, after)[unit_of[begin]], after[unit_of[end - 1]]
         begins.append(begin + done)
         ends.append(end + done)
         done += len(piece)
     return np.concatenate(begins), np.concatenate(ends)
-
-
-def _spans(text: str) -> tuple[Ints, Ints]:
-    units: list[str] | str = text
-    folded = text.casefold()
-    if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
-        units = list[str]()
-        for piece in SPACES.findall(text):
-            # letters, if they normalise separately
-            is_separable = piece.isascii() or "".join(map(plain_form, piece)) == plain_form(piece)
-            units += list(piece) if is_separable else [piece]
-        folded = "".join(plain_form(unit).casefold() for unit in units)
-    words_at = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
-    begin, end = words_at[:, 0], words_at[:, 1]
-    if len(folded) == len(text) and units is text:  # casefolding never shortens, so no letter grew
-        return begin, end
-    after = np.cumsum([len(unit) for unit in units])
-    grown = [len(plain_form(unit).casefold()) for unit in units]
-    unit_of = np.repeat(np.arange(len(units)), grown)
-    return np.append(0, after)[unit_of[begin]], after[unit_of[end - 1]]
 
 
 def runs(text: str) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from mlm.corpus.minhash import NO_KEY, Hashes, MinHasher, Numbers, shingles
 # documents, so the result depends on no clock, machine or number of workers.
 SMALL = 64  # components up to this size: every candidate is compared exactly
 PROPOSED = 1000  # kept documents that a band key proposes; a key more common than that is boilerplate
-COMPARED = 256  # candidates compared exactly, those of the most similar signatures
+COMPARED = 256  # candidates compared exactly: the ones with the most similar signatures
 SLACK = 4  # standard deviations below the threshold at which the estimate of a signature rules a pair out
 CACHED_BYTES = 1 << 26  # shingles kept in memory; others are recomputed from the text
 
@@ -146,13 +146,24 @@ class KeptDocuments:
 
     def first_similar(self, hashes: Hashes, keys: list[int]) -> tuple[int, float] | None:
         """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
+        threshold = self.config.threshold
+        lists = [self.by_key[key] for key in keys if key in self.by_key]
+        candidates = np.array(sorted(set().union(*lists)), np.int64)
+        # |A and B| <= min, |A or B| >= max
+        sizes = np.array([self.sizes[i] for i in candidates.tolist()], np.int64)
+        least, greatest = np.minimum(sizes, len(hashes)), np.maximum(sizes, len(hashes))
+        candidates = candidates[least > threshold * greatest]
         if self.estimates:
             # the low bytes of a signature [slots]
             slots = MinHasher(self.config).slots(hashes, np.array([0, len(hashes)]))[0]
             self.sketch = (slots & 0xFF).astype(np.uint8)
-        lists = [self.by_key[key] for key in keys if key in self.by_key]
-        candidates = np.array(sorted(set().union(*lists)), np.int64)
-        for position in self._promising(candidates, len(hashes)).tolist():
+            estimate = (self.sketches[candidates] == self.sketch).mean(axis=1)
+            deviation = (threshold * (1 - threshold) / len(self.sketch)) ** 0.5
+            above = estimate > threshold - SLACK * deviation
+            candidates, estimate = candidates[above], estimate[above]
+            best = np.argsort(-estimate, kind="stable")[:COMPARED]
+            candidates = np.sort(candidates[best])
+        for position in candidates.tolist():
             if position in self.cache:
                 self.cache.move_to_end(position)
                 candidate = self.cache[position]
@@ -161,7 +172,7 @@ class KeptDocuments:
                 candidate = shingles(text, ngram=self.config.ngram, unit=self.config.unit)
                 self._remember(position, candidate)
             similarity = jaccard(hashes, candidate)
-            if similarity > self.config.threshold:
+            if similarity > threshold:
                 return self.documents[position], similarity
         return None
 
@@ -179,21 +190,6 @@ class KeptDocuments:
                 self.sketches = np.resize(self.sketches, (max(2 * position, SMALL), self.sketches.shape[1]))
             self.sketches[position] = self.sketch
         self._remember(position, hashes)
-
-    def _promising(self, candidates: Numbers, size: int) -> Numbers:
-        """Candidates that can be similar to a set of `size` shingles: at most COMPARED, in corpus order."""
-        threshold = self.config.threshold
-        sizes = np.array([self.sizes[i] for i in candidates.tolist()], np.int64)
-        # |A and B| <= min, |A or B| >= max
-        candidates = candidates[np.minimum(sizes, size) > threshold * np.maximum(sizes, size)]
-        if not self.estimates:
-            return candidates
-        estimate = (self.sketches[candidates] == self.sketch).mean(axis=1)
-        deviation = (threshold * (1 - threshold) / len(self.sketch)) ** 0.5
-        above = estimate > threshold - SLACK * deviation
-        candidates, estimate = candidates[above], estimate[above]
-        best = np.argsort(-estimate, kind="stable")[:COMPARED]
-        return np.sort(candidates[best])
 
     def _remember(self, position: int, hashes: Hashes) -> None:
         self.cache[position] = hashes

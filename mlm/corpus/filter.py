@@ -7,14 +7,14 @@ time grows with the square of a line. It runs at 2 to 20 MB/s, and so is not giv
 change: one of ASCII without `&` and control characters, and of quotes, dashes and dots, whose curly forms are
 replaced here.
 
-The rules are those of Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. A line is one that
+The rules are from Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. A line is one that
 holds more than white space, stripped of it. A document counts under the first rule it breaks, in the order of
 FilterConfig; one without words breaks `min_words` if that is set, and no rule about shares.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cached_property, lru_cache
 from types import ModuleType
@@ -48,7 +48,10 @@ class Cleaner:
     """
 
     def __init__(self, normalise: NormaliseConfig, filter: FilterConfig) -> None:
-        self.fixes, self.rules = normalise.ftfy, active_rules(filter)
+        limits = {rule.name: getattr(filter, rule.name) for rule in fields(FilterConfig)}
+        del limits["min_tokens"]  # tested with the tokenizer
+        self.fixes = normalise.ftfy
+        self.rules: dict[str, float] = {name: limit for name, limit in limits.items() if limit is not None}
         languages, least = normalise.languages, normalise.min_language_score
         self.is_wanted = LanguageFilter(languages, least) if languages else None
 
@@ -62,7 +65,14 @@ class Cleaner:
         is_blank = not text or text.isspace()
         if not is_blank and self.is_wanted is not None and not self.is_wanted(text):
             return text, "language"
-        return text, broken_rule(text, self.rules)
+        measures = Measures(text)
+        for rule, limit in self.rules.items():
+            side, _, name = rule.partition("_")
+            if name == "words" or measures.counts["words"]:
+                value = MEASURES[name](measures)
+                if value < limit if side == "min" else value > limit:
+                    return text, rule
+        return text, None
 
 
 def fix_text(text: str) -> str:
@@ -78,7 +88,11 @@ def fix_lines(text: str, config: ftfy.TextFixerConfig) -> str:
         begin = text.rfind("\n", done, letter.start()) + 1 or done
         end = text.find("\n", letter.start()) + 1 or len(text)
         parts.append(straight(text[done:begin]))
-        parts += (ftfy.fix_text(piece, config) for piece in parts_of_line(text[begin:end]))
+        while end - begin > PART:  # after a space if there is one
+            split = text.rfind(" ", begin, begin + PART) + 1 or begin + PART
+            parts.append(ftfy.fix_text(text[begin:split], config))
+            begin = split
+        parts.append(ftfy.fix_text(text[begin:end], config))
         done = end
     parts.append(straight(text[done:]))
     return "".join(parts)
@@ -88,16 +102,6 @@ def straight(text: str) -> str:
     if text.isascii():
         return text
     return text.replace("“", '"').replace("”", '"').replace("‘", "'").replace("’", "'")
-
-
-def parts_of_line(line: str) -> Iterator[str]:
-    """Split a line into parts of at most PART letters, after a space if there is one."""
-    begin = 0
-    while len(line) - begin > PART:
-        end = line.rfind(" ", begin, begin + PART) + 1 or begin + PART
-        yield line[begin:end]
-        begin = end
-    yield line[begin:]
 
 
 class LanguageFilter:
@@ -172,20 +176,3 @@ MEASURES: dict[str, Callable[[Measures], float]] = {
     "duplicate_lines": lambda text: 1 - len(set(text.lines)) / len(text.lines),
 }
 """Measures by their names in FilterConfig, without min_ or max_."""
-
-
-def active_rules(config: FilterConfig) -> dict[str, float]:
-    limits = {rule.name: getattr(config, rule.name) for rule in fields(FilterConfig)}
-    del limits["min_tokens"]  # tested with the tokenizer
-    return {rule: limit for rule, limit in limits.items() if limit is not None}
-
-
-def broken_rule(text: str, rules: dict[str, float]) -> str | None:
-    measures = Measures(text)
-    for rule, limit in rules.items():
-        side, _, name = rule.partition("_")
-        if name == "words" or measures.counts["words"]:
-            value = MEASURES[name](measures)
-            if value < limit if side == "min" else value > limit:
-                return rule
-    return None

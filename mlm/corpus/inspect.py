@@ -14,6 +14,10 @@ Facts = dict[str, Any]
 
 
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
+    """Return counts of a corpus, and the beginnings of `samples` documents: 64 ids, and 200 letters of text.
+
+    There is no text where the tokenizer does not know the ids.
+    """
     corpus = IndexedDataset(prefix, allow_empty=True)
     share, looked_at = None, 0
     if eod_id is not None and corpus.num_documents:
@@ -21,6 +25,13 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         starts, ends = corpus.document_starts[numbers], corpus.document_starts[numbers + 1]
         count = int((corpus.tokens[ends[ends > starts] - 1] == eod_id).sum())
         share, looked_at = count / len(numbers), len(numbers)
+    shown = list[Facts]()
+    for number in spaced(corpus.num_documents, samples):
+        document, text = corpus.document(number), None
+        ids = [int(token) for token in document[:64]]
+        if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
+            text = tokenizer.decode(ids)[:200]
+        shown.append({"document": number, "tokens": len(document), "text": text, "ids": ids})
     return {
         "prefix": str(prefix),
         "dtype": corpus.dtype.name,
@@ -32,7 +43,7 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         "tokens_per_document": spread(np.diff(corpus.document_starts)),
         "ends_with_eod": share,
         "looked_at": looked_at,
-        "samples": [sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
+        "samples": shown,
     }
 
 
@@ -52,13 +63,3 @@ def spaced(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` numbers below `count`, evenly spaced."""
     number = min(count, wanted)
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]
-
-
-def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Facts:
-    """Return the beginning of a document: 200 letters, if a tokenizer knows the ids, and 64 ids."""
-    document = corpus.document(number)
-    ids = [int(token) for token in document[:64]]
-    text = None
-    if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
-        text = tokenizer.decode(ids)[:200]
-    return {"document": number, "tokens": len(document), "text": text, "ids": ids}

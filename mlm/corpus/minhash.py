@@ -12,7 +12,7 @@ Mining of Massive Datasets, section 3.4). The slots are rensa's R-MinHash, after
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 from unicodedata import category
@@ -51,7 +51,7 @@ def shingles(text: str, *, ngram: int, unit: Unit) -> Hashes:
 def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hashes, Numbers]:
     """Return the n-grams of each document in text order, with repetitions.
 
-    They are hashes [T'] and offsets [D + 1]: those of document d are hashes[offsets[d]:offsets[d + 1]].
+    They are hashes [T'] and offsets [D + 1]; document d has hashes[offsets[d]:offsets[d + 1]].
     """
     normal = [normalise(text) for text in texts]
     units, counts = hash_texts(normal) if unit == "word" else _characters(normal)
@@ -60,18 +60,18 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
 
 def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
     """Yield the n-grams of a text some at a time, with repetitions: a long one is never all hashed."""
-    space, held, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
+    space, pending, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
     mix(space)
     for piece in pieces_of(text):  # they end at white space, so no word is split
         units, _ = hash_texts([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
-        between = space[: unit == "character" and len(held) > 0 and len(units) > 0]
-        held = np.concatenate([held, between, units])
-        if len(held) >= ngram:
+        between = space[: unit == "character" and len(pending) > 0 and len(units) > 0]
+        pending = np.concatenate([pending, between, units])
+        if len(pending) >= ngram:
             is_short = False
-            yield _ngrams(held, np.array([len(held)]), ngram)[0]
-            held = held[len(held) - ngram + 1 :]
+            yield _ngrams(pending, np.array([len(pending)]), ngram)[0]
+            pending = pending[len(pending) - ngram + 1 :]
     if is_short:
-        yield _ngrams(held, np.array([len(held)]), ngram)[0]
+        yield _ngrams(pending, np.array([len(pending)]), ngram)[0]
 
 
 def normalise(text: str) -> bytes:
@@ -95,20 +95,14 @@ def hash_texts(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
     ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
     text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
     hashes = [np.empty(0, np.uint64)]
-    for begin, block in _blocks(text):
-        starts, words = hash_words(block)
-        hashes.append(words)
-        before += np.searchsorted(starts, ends - begin)
-    return np.concatenate(hashes), np.diff(before, prepend=0)
-
-
-def _blocks(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield pieces of about BLOCK bytes with their offsets; no word is split."""
     begin = 0
     while begin < len(text):
-        end = text.find(b" ", begin + BLOCK) + 1 or len(text)
-        yield begin, text[begin:end]
+        end = text.find(b" ", begin + BLOCK) + 1 or len(text)  # no word is split
+        starts, words = hash_words(text[begin:end])
+        hashes.append(words)
+        before += np.searchsorted(starts, ends - begin)
         begin = end
+    return np.concatenate(hashes), np.diff(before, prepend=0)
 
 
 def hash_words(text: bytes) -> tuple[Numbers, Hashes]:
@@ -204,27 +198,30 @@ class MinHasher:
 
         Equal keys mean the same band with equal slots, but for a chance of 2^-64 per pair of documents.
         """
-        bands = self.config.bands
+        ngram, unit, bands = self.config.ngram, self.config.unit, self.config.bands
         keys = np.full((len(texts), bands), NO_KEY, np.uint64)
-        ngram, unit = self.config.ngram, self.config.unit
-        for begin, batch in self._batches(texts):
-            if len(batch) == 1:
-                slots = self.slots_of(shingles_in_parts(batch[0], ngram=ngram, unit=unit))
+        begin = 0
+        while begin < len(texts):
+            end, characters = begin, 0
+            while end < min(len(texts), begin + BATCH_DOCUMENTS) and characters < BATCH_CHARACTERS[unit]:
+                characters += len(texts[end])
+                end += 1
+            if end - begin == 1:
+                # A slot holds a minimum over the set: the signature of a union is the minimum of signatures.
+                parts = [
+                    self.slots(part, np.array([0, len(part)]))
+                    for part in shingles_in_parts(texts[begin], ngram=ngram, unit=unit)
+                    if len(part)
+                ]
+                slots = np.minimum.reduce(parts) if parts else np.empty((0, self.width), np.uint32)
                 full = np.arange(len(slots))
             else:
-                flat, offsets = flat_shingles(batch, ngram=ngram, unit=unit)
+                flat, offsets = flat_shingles(texts[begin:end], ngram=ngram, unit=unit)
                 full = np.flatnonzero(np.diff(offsets))
                 slots = self.slots(flat, offsets)[full]
             keys[begin + full] = band_keys(slots, bands)
+            begin = end
         return keys
-
-    def slots_of(self, parts: Iterable[Hashes]) -> Slots:
-        """Return the signature [1, bands * rows] of a set of shingles in parts; [0, …] of an empty one.
-
-        A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
-        """
-        slots = [self.slots(part, np.array([0, len(part)])) for part in parts if len(part)]
-        return np.minimum.reduce(slots) if slots else np.empty((0, self.width), np.uint32)
 
     def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
         """Return signatures [n, bands * rows] of the sets of shingles flat[offsets[i]:offsets[i + 1]]."""
@@ -232,17 +229,6 @@ class MinHasher:
             np.ascontiguousarray(flat), offsets.astype(np.uint64), num_perm=self.width, seed=SEED
         )
         return np.array(matrix.to_rows(), np.uint32).reshape(-1, self.width)
-
-    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-        """Yield the texts a few at a time, with the number of the first."""
-        begin, most = 0, BATCH_CHARACTERS[self.config.unit]
-        while begin < len(texts):
-            end, characters = begin, 0
-            while end < min(len(texts), begin + BATCH_DOCUMENTS) and characters < most:
-                characters += len(texts[end])
-                end += 1
-            yield begin, texts[begin:end]
-            begin = end
 
 
 def band_keys(slots: Slots, bands: int) -> Hashes:

@@ -4,11 +4,11 @@ Words, hashes and tokens of a document, one string of at most `max_document_byte
 time: all its words would take ten times that, its encodings forty times.
 
 A text is tokenised in segments that end where its tokens do not change: between two words, where the tokens
-of the characters around the end are those of the two sides. Every pattern that splits text into words
+of the characters around the end equal the two sides'. Every pattern that splits text into words
 (GPT-2's and its heirs, BERT's, Metaspace) offers such a position at each space. A tokenizer that looks at the
-whole text may not: the text is split all the same, and the tokens beside the split may differ.
+whole text may not: the text is split all the same, and the tokens next to the split may differ.
 
-Sentences are those of the library `sentencex` (Wikimedia; rules and lists of abbreviations). Of 2,065
+Sentences are found by the library `sentencex` (Wikimedia; rules and lists of abbreviations). Of 2,065
 boundaries between RTE's hypotheses it finds 0.992 with precision 0.999; the Punkt algorithm, which v1 used,
 0.978 with 0.998. Two bugs of its version 1.0 are worked around here: quadratic time on a long list, and a
 panic where a full stop follows a non-ASCII space.
@@ -43,7 +43,7 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def segments(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yield a text in segments whose tokens, one after the other, are those of the text."""
+    """Yield a text in segments whose tokens, concatenated, are the text's."""
     begin = 0
     while len(text) - begin >= 2 * PIECE:
         end = begin + split_position(tokenizer, text[begin : begin + 2 * PIECE])
@@ -58,7 +58,7 @@ def split_position(tokenizer: Tokenizer, text: str) -> int:
     for pattern in (BETWEEN_WORDS, BETWEEN_CLASSES):
         ends = [begin + match.start() for match in pattern.finditer(text[begin:PIECE])][AROUND:]
         tried = ends[:: -max(1, len(ends) // TRIED)][:TRIED]
-        for position in tried:  # the tokens around it are those of its two sides
+        for position in tried:  # the tokens around it equal its two sides' tokens
             left, right = text[position - AROUND : position], text[position : position + AROUND]
             both, *sides = tokenizer.encode_batch([left + right, left, right])
             if both == sides[0] + sides[1]:
@@ -74,8 +74,6 @@ BLOCK = 1 << 12
 SPACES = [chr(code) for code in range(0x80, 0x3001) if chr(code).isspace()]
 """Non-ASCII white space."""
 
-Segment = Callable[[str, str], list[str]]
-
 
 def split_sentences(text: str) -> list[str]:
     """Return the sentences of a text in order, without white space around them, none of them empty.
@@ -84,36 +82,28 @@ def split_sentences(text: str) -> list[str]:
     A piece without letter or digit belongs to the preceding sentence of its paragraph. The text must be valid
     Unicode (no lone surrogates). Raises UserError when the library is not installed.
     """
-    segment: Segment = load_extra("sentencex", "sentences=true").segment
-    paragraphs = PARAGRAPH_END.split(text)
-    pieces = (
-        paragraph[begin:end].strip()
-        for paragraph in paragraphs
-        for begin, end in pairwise(sentence_limits(paragraph, segment))
-    )
-    return [piece for piece in pieces if piece]
-
-
-def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
-    limits = [0]
-    begin = 0
-    while begin < len(paragraph):
-        stop = begin + BLOCK
-        if stop >= len(paragraph):
-            stop = len(paragraph)
-        else:  # after white space, if there is any
-            last = max(paragraph.rfind(" ", begin, stop), paragraph.rfind("\n", begin, stop))
-            stop = last + 1 if last >= begin else stop
-        block = paragraph[begin:stop]
-        for space in () if block.isascii() else SPACES:
-            block = block.replace(space, " ")
-        pieces = segment("en", block)
-        assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
-        # The last piece may continue after the block: the next block begins with it.
-        whole = pieces if stop == len(paragraph) or len(pieces) == 1 else pieces[:-1]
-        for piece in whole:
-            if not WORD.search(piece) and len(limits) > 1:
-                limits.pop()
-            begin += len(piece)
-            limits.append(begin)
-    return limits
+    segment: Callable[[str, str], list[str]] = load_extra("sentencex", "sentences=true").segment
+    sentences = list[str]()
+    for paragraph in PARAGRAPH_END.split(text):
+        limits, begin = [0], 0
+        while begin < len(paragraph):
+            stop = begin + BLOCK
+            if stop >= len(paragraph):
+                stop = len(paragraph)
+            else:  # after white space, if there is any
+                last = max(paragraph.rfind(" ", begin, stop), paragraph.rfind("\n", begin, stop))
+                stop = last + 1 if last >= begin else stop
+            block = paragraph[begin:stop]
+            for space in () if block.isascii() else SPACES:
+                block = block.replace(space, " ")
+            pieces = segment("en", block)
+            assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
+            # The last piece may continue after the block: the next block begins with it.
+            whole = pieces if stop == len(paragraph) or len(pieces) == 1 else pieces[:-1]
+            for piece in whole:
+                if not WORD.search(piece) and len(limits) > 1:
+                    limits.pop()
+                begin += len(piece)
+                limits.append(begin)
+        sentences += (paragraph[begin:end].strip() for begin, end in pairwise(limits))
+    return [sentence for sentence in sentences if sentence]

@@ -7,7 +7,7 @@ sequence, as its `--split` does. Where every input has a receipt, so does the re
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def merge_corpora(paths: Sequence[str], out: str) -> None:
         has_parts = Path(path).is_dir() and "train" in names
         if has_parts and (others := set(names) - {*SPLITS}):
             raise UserError(
-                f"{path} holds {min(others)} beside its parts: name the pairs to merge one by one"
+                f"{path} holds {min(others)} next to its parts: name the pairs to merge one by one"
             )
         for prefix in prefixes:
             parts.setdefault(prefix.name if has_parts else "train", []).append(open_pair(prefix))
@@ -172,9 +172,25 @@ def write_parts(
     tokenizer: bytes | None,
     facts: Receipt | None,
 ) -> None:
-    """Write the documents begin … end - 1 of corpora as parts of the folder `out`, its receipt last."""
-    rows, names = table(out, "part", "documents#", "tokens#"), list[str]()
-    with new_corpus(Path(out), inputs, tokenizer) as folder:
+    """Write the documents begin … end - 1 of corpora as parts of the folder `out`, its receipt last.
+
+    The folder is claimed, and marked as incomplete meanwhile. Raises UserError.
+    """
+    folder, rows, names = Path(out), table(out, "part", "documents#", "tokens#"), list[str]()
+    same: dict[str, Any] = {} if tokenizer is None else {TOKENIZER: tokenizer}
+    is_ours = kind_of_folder(folder) == "corpus"
+    with writing_to(out), ExitStack() as stack:
+        claim_folder(folder, "corpus", inputs=inputs, same=same)
+        stack.enter_context(sole_build(folder))
+        reject_corpus(folder)
+        if is_ours and (folder / MARKER).exists():
+            if (folder / MARKER).stat().st_size:  # a build's
+                raise UserError(
+                    f"out={out} holds an interrupted `mlm data build`: finish it, or set another out="
+                )
+            old = (*(f"{part}.{end}" for part in SPLITS for end in ("bin", "idx")), RECEIPT, TOKENIZER)
+            delete_owned(folder, "corpus", inputs=inputs, names=old, keep_folder=True)
+        write_atomic(folder / MARKER, b"")
         with ExitStack() as writers:  # all parts appear at the end, train last
             for part, ranges in parts.items():
                 writer = writers.enter_context(IndexedWriter(folder / part, ranges[0][0].dtype))
@@ -187,27 +203,7 @@ def write_parts(
             names.append(TOKENIZER)
         if facts is not None:
             write_receipt(folder, facts, names)
+        (folder / MARKER).unlink()
     console().print(rows)
     if facts is None:
         console().print(f"no {RECEIPT}: not every corpus that was read has one")
-
-
-@contextmanager
-def new_corpus(out: Path, inputs: Sequence[str], tokenizer: bytes | None) -> Iterator[Path]:
-    """Claim a folder for a corpus that is not there yet, marked as incomplete meanwhile. Raises UserError."""
-    same: dict[str, Any] = {} if tokenizer is None else {TOKENIZER: tokenizer}
-    is_ours = kind_of_folder(out) == "corpus"
-    with writing_to(str(out)), ExitStack() as stack:
-        claim_folder(out, "corpus", inputs=inputs, same=same)
-        stack.enter_context(sole_build(out))
-        reject_corpus(out)
-        if is_ours and (out / MARKER).exists():
-            if (out / MARKER).stat().st_size:  # a build's
-                raise UserError(
-                    f"out={out} holds an interrupted `mlm data build`: finish it, or set another out="
-                )
-            names = (f"{part}.{end}" for part in SPLITS for end in ("bin", "idx"))
-            delete_owned(out, "corpus", inputs=inputs, names=(*names, RECEIPT, TOKENIZER), keep_folder=True)
-        write_atomic(out / MARKER, b"")
-        yield out
-        (out / MARKER).unlink()

@@ -50,20 +50,6 @@ def verify_corpus(path: str, vocab_size: int | None) -> tuple[Path, list[FileChe
     Raises UserError if there is no corpus.
     """
     folder, prefixes = corpora_at(path)
-    checks, expected = expectations(vocab_size, folder)
-    pairs = [part(prefix) for prefix in prefixes for part in (idx_path, bin_path)]
-    listed = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
-    others = [other for name in listed if (other := folder / name) not in pairs]
-    total = sum(path.stat().st_size for path in (*pairs, *others) if path.is_file())
-    with progress_bar("verifying", total, in_bytes=True) as advance:
-        for prefix in prefixes:
-            checks += check_pair(prefix, expected, advance)
-        checks += [check_digest(other, expected, advance) for other in others]
-    return folder, checks
-
-
-def expectations(vocab_size: int | None, folder: Path) -> tuple[list[FileCheck], Expected]:
-    """Return the facts in receipt and tokenizer; a damaged one is itself an error."""
     checks, receipt, tokenizer = list[FileCheck](), None, None
     try:
         receipt = read_receipt(folder)
@@ -78,7 +64,16 @@ def expectations(vocab_size: int | None, folder: Path) -> tuple[list[FileCheck],
         vocab_size = receipt["vocab_size"]
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    return checks, Expected(receipt, vocab_size, eod_of(receipt, tokenizer))
+    expected = Expected(receipt, vocab_size, eod_of(receipt, tokenizer))
+    pairs = [part(prefix) for prefix in prefixes for part in (idx_path, bin_path)]
+    listed = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
+    others = [other for name in listed if (other := folder / name) not in pairs]
+    total = sum(path.stat().st_size for path in (*pairs, *others) if path.is_file())
+    with progress_bar("verifying", total, in_bytes=True) as advance:
+        for prefix in prefixes:
+            checks += check_pair(prefix, expected, advance)
+        checks += [check_digest(other, expected, advance) for other in others]
+    return folder, checks
 
 
 def failed(error: UserError, path: Path, name: str) -> FileCheck:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.data.config import DataConfig
-from mlm.data.files_present import WRITE_ONE, missing_pair
+from mlm.data.files_present import WRITE_ONE, cache_problem, missing_pair
 from mlm.util.errors import Absent, Problem
+from mlm.util.object_store import is_stored
 
 MAX_SOURCES = 1000
 BLEND = ("data.blend",)
@@ -27,12 +28,11 @@ class Entry:
 
     @property
     def prefix(self) -> Path:
-        """Prefix of its training .bin/.idx."""
         return Path(self.path, "train") if Path(self.path).is_dir() else Path(self.path)
 
 
 def parse_entry(text: str) -> Entry:
-    """`0.3 corpora/wiki` or `corpora/wiki`. A first word that is no number belongs to the path."""
+    """`0.3 corpora/wiki` or `corpora/wiki`. A first word that is not a number belongs to the path."""
     first, _, rest = text.strip().partition(" ")
     try:
         weight = float(first)
@@ -73,6 +73,8 @@ def blend_problems(data: DataConfig) -> list[Problem]:
         if (first := seen.setdefault(e.prefix.resolve(), e)) is not e:
             same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
             problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
+    if any(is_stored(e.path) for e in entries):
+        problems += filter(None, [cache_problem(data, "data.blend")])
     bare = [e for e in entries if e.weight is None]
     if 0 < len(bare) < len(entries):
         problem = f"data.blend: '{bare[0].text}' has no weight and others have one"
@@ -85,6 +87,8 @@ def problem_of_path(e: Entry) -> Problem | None:
     """The problem of what is neither a folder with train.bin/.idx nor the prefix of such a pair."""
     if not e.path:
         return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
+    if is_stored(e.path):
+        return None  # its local copy is made later
     stem, _, suffix = e.path.rpartition(".")
     if suffix in ("bin", "idx") and not missing_pair(stem):
         return Absent(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")

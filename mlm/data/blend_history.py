@@ -41,7 +41,7 @@ class BlendSource:
     tokenizer: str = ""
     """Digest of the tokenizer, by its receipt."""
     weight: float = 1.0
-    """Share of the samples; those of a blend sum to 1."""
+    """Share of the samples; a blend's shares sum to 1."""
     first: int = 0
     """Samples read of it before the segment."""
     order: int = 0
@@ -180,7 +180,22 @@ def decode(saved: Any, consumed: int) -> BlendSegments:
         sources = segment["sources"]
         if not isinstance(sources, list) or not 0 < len(sources) <= MAX_SOURCES:
             raise ValueError("the sources of a segment are not a list, or too many")
-        decoded = tuple(map(decode_source, sources))
+        for source in sources:
+            for name in ("name", "path"):
+                text = source[name]
+                if (
+                    not isinstance(text, str) or not text.isprintable() or len(text) > 4096
+                ):  # they are printed
+                    raise ValueError(f"{name} is not allowed")
+            for name in ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer"):
+                if known_digest(source[name]) != source[name]:
+                    raise ValueError(f"{name} is not a digest")
+            if type(source["weight"]) is not float or not 0 < source["weight"] <= 1:
+                raise ValueError("a weight is out of range")
+            whole_number(source["first"], MAX_SAMPLES)
+            whole_number(source["order"], 1)
+        names = [field.name for field in fields(BlendSource)]
+        decoded = tuple(BlendSource(**{name: source[name] for name in names}) for source in sources)
         if not math.isclose(math.fsum(s.weight for s in decoded), 1.0, rel_tol=SAME_SHARE):
             raise ValueError("the weights of a segment do not sum to 1")
         segments.append(Segment(whole_number(segment["from_sample"], MAX_SAMPLES), decoded))
@@ -188,21 +203,6 @@ def decode(saved: Any, consumed: int) -> BlendSegments:
     if segments and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
         raise ValueError(f"its segments do not lead from sample 0 to {consumed}")
     return tuple(segments)
-
-
-def decode_source(saved: Any) -> BlendSource:
-    for name in ("name", "path"):
-        text = saved[name]
-        if not isinstance(text, str) or not text.isprintable() or len(text) > 4096:  # they are printed
-            raise ValueError(f"{name} is not allowed")
-    for name in ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer"):
-        if known_digest(saved[name]) != saved[name]:
-            raise ValueError(f"{name} is not a digest")
-    if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:
-        raise ValueError("a weight is out of range")
-    whole_number(saved["first"], MAX_SAMPLES)
-    whole_number(saved["order"], 1)
-    return BlendSource(**{field.name: saved[field.name] for field in fields(BlendSource)})
 
 
 def known_digest(value: Any) -> str:

@@ -13,17 +13,36 @@ from mlm.util.files import READABLE, decode_text, read_bounded
 
 DEFAULT = "default"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Names of templates, which become those of files."""
+"""Names of templates, which become names of files."""
 
 
 def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
-    """Return the template in `file`, else the one of a folder's tokenizer; None if there is none.
+    """Return the template in `file`, else that of the tokenizer in `folder`; None without one.
 
-    `file` may be the name of one that is built in, or TURNS. Raises UserError, CorruptFileError.
+    `file` may be the name of a built-in template, or TURNS. The template receives the special tokens that the
+    folder names and its vocabulary has. Raises UserError, CorruptFileError.
     """
-    tokens = token_names(folder, tokenizer)
+    named = named_tokens(folder)
+    if named is None:  # the folder declares none: the tokenizer's
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
+        tokens = {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
+    else:
+        # null declares that a token does not exist; but without an end no answer would end
+        empty = [name for name, token in named.items() if not token and name != "eos_token"]
+        tokens = {name: token for name, token in named.items() if token in tokenizer or name in empty}
     if file in BUILT_IN:
-        source, note = with_turn_end(BUILT_IN[file], file, tokenizer)
+        source, note = BUILT_IN[file], ""
+        if IM_END not in tokenizer.special_names:
+            # Turns end with another token: after a mark that is text of several tokens no answer would end.
+            if tokenizer.eod_id not in tokenizer.special_ids:
+                raise UserError(
+                    f"chat template {file}: the vocabulary has no special token that could end a turn: add "
+                    f"{IM_END}, or give another template"
+                )
+            end, is_known = tokenizer.name_of(tokenizer.eod_id), IM_START in tokenizer.special_names
+            started = "" if is_known else f", and {IM_START} is text of several tokens"
+            note = f"chat template {file}: a turn ends with {end}, as the vocabulary has no {IM_END}{started}"
+            source = source.replace(f"'{IM_END}'", json.dumps(end))
         return ChatTemplate(source, tokens, f"chat template {file}", note)
     templates = (
         find_templates(folder) if file in (None, TURNS) else {DEFAULT: (read_template(Path(file)), file)}
@@ -42,42 +61,10 @@ def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = No
     )
 
 
-def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return a built-in template whose turns end with one token, and a note where that is not its own.
-
-    After a mark that is text of several tokens no answer would end. Raises UserError without such a token.
-    """
-    if IM_END in tokenizer.special_names:
-        return source, ""
-    if tokenizer.eod_id not in tokenizer.special_ids:
-        raise UserError(
-            f"chat template {name}: the vocabulary has no special token that could end a turn: add {IM_END}, "
-            "or give another template"
-        )
-    end = tokenizer.name_of(tokenizer.eod_id)
-    started = "" if IM_START in tokenizer.special_names else f", and {IM_START} is text of several tokens"
-    note = f"chat template {name}: a turn ends with {end}, as the vocabulary has no {IM_END}{started}"
-    return source.replace(f"'{IM_END}'", json.dumps(end)), note
-
-
-def token_names(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens of a folder by the names that templates use, if its vocabulary has them.
-
-    A folder that declares none has those of the tokenizer.
-    """
-    named = named_tokens(folder)
-    if named is None:
-        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
-        return {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
-    # a null declares that there is none; but without an end no answer would end
-    empty = [name for name, token in named.items() if not token and name != "eos_token"]
-    return {name: token for name, token in named.items() if token in tokenizer or name in empty}
-
-
 def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
     """Return a folder's templates and their locations by name. Raises UserError, CorruptFileError.
 
-    Files come before those of tokenizer_config.json, as in `transformers`.
+    Files come before tokenizer_config.json's templates, as in `transformers`.
     """
     files = {DEFAULT: folder / FILE}
     if (folder / FOLDER).is_dir():

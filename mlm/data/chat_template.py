@@ -68,23 +68,23 @@ class ChatTemplate:
         others: sources of templates of other names, which are kept for an export.
         note: a line on what ends a turn of a built-in template; empty where that is its own token.
 
-    Raises UserError if it is no Jinja.
+    Raises UserError if it is not Jinja.
     """
 
     def __init__(
         self,
         source: str,
         tokens: Mapping[str, str],
-        place: str = "chat template",
+        location: str = "chat template",
         note: str = "",
         tool_use: "ChatTemplate | None" = None,
         keeps_turns: bool = False,
         others: Mapping[str, str] | None = None,
     ) -> None:
-        self.source, self.tokens, self.place, self.note = source, dict(tokens), place, note
+        self.source, self.tokens, self.location, self.note = source, dict(tokens), location, note
         self.tool_use, self.keeps_turns, self.others = tool_use, keeps_turns, dict(others or {})
         if (half := lone_surrogate(source)) is not None:
-            raise UserError(f"{place}: holds {half}: correct the template")
+            raise UserError(f"{location}: holds {half}: correct the template")
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         identity: list[Any] = [source, sorted(self.tokens.items())]
         if tool_use is not None:
@@ -96,10 +96,10 @@ class ChatTemplate:
             environment().parse(source)  # compiling would compute its constants, outside the time limit
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
-                f"{place}:{error.lineno}: no Jinja ({error.message}): correct the template"
+                f"{location}:{error.lineno}: no Jinja ({error.message}): correct the template"
             ) from None
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
-            raise UserError(f"{place}: no Jinja ({error}): correct the template") from None
+            raise UserError(f"{location}: no Jinja ({error}): correct the template") from None
 
     @property
     def settings(self) -> dict[str, str | None]:
@@ -146,17 +146,29 @@ class ChatTemplate:
         try:
             with time_limit(TIME_LIMIT_S):
                 text = self._compiled.render(copies)
-        except (
-            Exception,
-            _TimeLimit,
-        ) as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
+        # a template may raise anything: TypeError, OverflowError, RecursionError
+        except (Exception, _TimeLimit) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ChatError(
-                f"{self.place} fails ({reason}): correct the conversation, or give another template"
+                f"{self.location} fails ({reason}): correct the conversation, or give another template"
             ) from None
         if (half := lone_surrogate(text)) is not None:
-            raise ChatError(f"{self.place} writes {half}: correct the conversation, or the template")
-        return without_marks(text)
+            raise ChatError(f"{self.location} writes {half}: correct the conversation, or the template")
+        if BEGIN not in text:
+            return Rendered(text, ())
+        # Without the marks of {% generation %} blocks; of nested ones the outermost is an answer.
+        parts, answers, length, begins = list[str](), list[tuple[int, int]](), 0, list[int]()
+        for part in re.split(f"([{BEGIN}{END}])", text):
+            if part == BEGIN:
+                begins.append(length)
+            elif part == END:
+                begin = begins.pop() if begins else length  # a template can write the mark itself
+                if not begins:
+                    answers.append((begin, length))
+            else:
+                parts.append(part)
+                length += len(part)
+        return Rendered("".join(parts), tuple(answers))
 
 
 def with_reasoning(message: Message) -> Message:
@@ -166,24 +178,6 @@ def with_reasoning(message: Message) -> Message:
     return (
         message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
     )
-
-
-def without_marks(text: str) -> Rendered:
-    """Return a rendered text without the marks of its blocks, and where the outermost of these were."""
-    if BEGIN not in text:
-        return Rendered(text, ())
-    parts, answers, length, begins = list[str](), list[tuple[int, int]](), 0, list[int]()
-    for part in re.split(f"([{BEGIN}{END}])", text):
-        if part == BEGIN:
-            begins.append(length)
-        elif part == END:
-            begin = begins.pop() if begins else length  # a template can write the mark itself
-            if not begins:
-                answers.append((begin, length))
-        else:
-            parts.append(part)
-            length += len(part)
-    return Rendered("".join(parts), tuple(answers))
 
 
 @contextmanager
@@ -237,8 +231,6 @@ class MissingToken(jinja2.Undefined):
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of all templates, with the names that `transformers` gives them."""
-
     def to_json(
         value: Any,
         ensure_ascii: bool = False,

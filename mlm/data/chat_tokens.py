@@ -86,7 +86,7 @@ def text_of(
     hidden, is_hidden = speller.hide(conversation)
     template = template.for_tools(hidden.tools)
     rendered = template.render(hidden.messages, hidden.tools, options=hidden.options)
-    tools = (f"tools rendered by {template.place}",) if hidden.tools else ()
+    tools = (f"tools rendered by {template.location}",) if hidden.tools else ()
     if hidden.prompt and answers == "all":
         prompt = template.render(
             hidden.messages[: hidden.prompt], hidden.tools, options=hidden.options, add_generation_prompt=True
@@ -157,42 +157,48 @@ class AnswerFinder:
         if not self.template.marks_answers:
             return [self.find(n) for n in trained]
         if not blocks:
-            place = self.template.place
-            raise ChatError(f"{place} marks no answer of it: correct its {{% generation %}} blocks")
+            location = self.template.location
+            raise ChatError(f"{location} marks no answer of it: correct its {{% generation %}} blocks")
         if all(map(is_trained, self.conversation.messages)):
             return blocks if answers == "all" else blocks[-1:]
         if len(blocks) != len(numbers):
             raise ChatError(
-                f"{self.template.place} marks {len(blocks)} answers of {len(numbers)}: leave weights of 0 out"
+                f"{self.template.location} marks {len(blocks)} answers of {len(numbers)}: leave weights of 0 "
+                "out"
             )
         return [block for block, n in zip(blocks, numbers, strict=True) if n in trained]
 
     def numbers(self, answers: Answers) -> tuple[list[int], list[int]]:
         """Return the numbers of the assistant's messages, and of those that are trained."""
-        said = self.conversation.messages
-        numbers = [n for n, message in enumerate(said) if message["role"] == ASSISTANT]
-        return numbers, [n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(said[n])]
+        messages = self.conversation.messages
+        numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        return numbers, [
+            n for n in (numbers if answers == "all" else numbers[-1:]) if is_trained(messages[n])
+        ]
 
     def turns(self, answers: Answers) -> tuple[str, Sequence[tuple[int, int]]]:
         """Return the text with each answer as it was when nothing followed it, and those that are trained.
 
         Raises ChatError.
         """
-        said, text = self.conversation.messages, self.rendered.text
+        messages, text = self.conversation.messages, self.rendered.text
         numbers, trained = self.numbers(answers)
         pieces, ranges, length, done = list[str](), list[tuple[int, int]](), 0, 0
         for n in numbers:
             begin, end = first, stop = self.find(n)
             whole = text
-            if n + 1 < len(said):
-                last = replace(self.conversation, messages=[*(said[:n] or [ASKED]), said[n]])
+            if n + 1 < len(messages):
+                last = replace(self.conversation, messages=[*(messages[:n] or [ASKED]), messages[n]])
                 rendered = self.template.render(last.messages, last.tools, options=last.options)
                 whole = rendered.text
                 first, stop = AnswerFinder(last, self.template, rendered, self.special).find(n or 1)
-            # what else the template writes before an answer that is the last, it wrote before this one
-            opening = self.opening(text[done:begin])
+            # what else the template writes before an answer that is the last, it wrote before this one: all
+            # after the last special token or line before the answer
+            before = text[done:begin]
+            starts = [match.start() for match in self.special.finditer(before)]
+            opening = before[starts[-1] :] if starts else before[before[:-1].rfind("\n") + 1 :]
             start = whole.rfind(opening, 0, first) + len(opening) if opening in whole[:first] else first
-            pieces += [text[done:begin], whole[start:stop]]
+            pieces += [before, whole[start:stop]]
             length, done = length + begin - done + first - start, end
             ranges += [(length, length + stop - first)] if n in trained else []
             length += stop - first
@@ -200,24 +206,32 @@ class AnswerFinder:
 
     def find(self, number: int) -> tuple[int, int]:
         """Return first letter and end of an answer of a template without blocks. Raises ChatError."""
-        said, text = self.conversation.messages, self.rendered.text
-        before = self.render(said[:number], add_generation_prompt=True)
-        after = text if number + 1 == len(said) else self.render(said[: number + 1])
+        messages, text = self.conversation.messages, self.rendered.text
+        before = self.render(messages[:number], add_generation_prompt=True)
+        after = text if number + 1 == len(messages) else self.render(messages[: number + 1])
         if before is not None and after is not None and after.startswith(before) and text.startswith(after):
             return len(before), len(after)
-        probed = [*said[:number], {**said[number], "content": PROBE}, *said[number + 1 :]]
+        probed = [*messages[:number], {**messages[number], "content": PROBE}, *messages[number + 1 :]]
         whole = self.render(probed) or ""
         last = self.render(probed[: number + 1]) or self.render([ASKED, probed[number]]) or ""
-        place, message = self.template.place, f"message {number + 1}"
+        location, message = self.template.location, f"message {number + 1}"
         fix = "mark answers in the template with {% generation %}, or set data.chat_template"
         if {whole.count(PROBE), last.count(PROBE)} != {1}:
-            raise ChatError(f"{message}: {place} leaves its text out, or writes it more than once: {fix}")
+            raise ChatError(f"{message}: {location} leaves its text out, or writes it more than once: {fix}")
         head, _, rest = whole.partition(PROBE)
         begin = self.begin(before, head, number)
-        left = len(rest) - self.length(rest, last.partition(PROBE)[2])
+        # after its content a turn has what it has as the last one too, and the special token that closes it
+        alone = last.partition(PROBE)[2]
+        size = self.common(rest, alone)
+        closing = self.special.match(rest, size)
+        if closing is not None and size < len(alone) and not self.special.search(rest, 0, size):
+            size = closing.end()
+        left = len(rest) - size
         end = len(text) - left
         if begin > end or text[:begin] != head[:begin] or text[end:] != whole[len(whole) - left :]:
-            raise ChatError(f"{message}: {place} renders other messages otherwise after another text: {fix}")
+            raise ChatError(
+                f"{message}: {location} renders other messages otherwise after another text: {fix}"
+            )
         return begin, end
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
@@ -246,18 +260,6 @@ class AnswerFinder:
         first = self.special.match(opening) or re.match(r".+\n?", opening)
         start = head.rfind(first[0]) if first else -1
         return len(head) if start < 0 else start + self.common(head[start:], opening)
-
-    def opening(self, before: str) -> str:
-        """Return the last words of a text before an answer, from its last special token or line on."""
-        starts = [match.start() for match in self.special.finditer(before)]
-        return before[starts[-1] :] if starts else before[before[:-1].rfind("\n") + 1 :]
-
-    def length(self, rest: str, alone: str) -> int:
-        """Return the letters of a turn after its content, of `rest`; as the last turn it has `alone`."""
-        size = self.common(rest, alone)
-        end = self.special.match(rest, size)
-        closes = end is not None and not self.special.search(rest, 0, size)
-        return end.end() if closes and end is not None and size < len(alone) else size
 
     def common(self, one: str, other: str) -> int:
         """Return the equal letters at the beginning of two texts, without a part of a special token."""
@@ -291,7 +293,7 @@ def reserved(value: Any, letters: re.Pattern[str]) -> str | None:
 
 
 class Speller:
-    """Names of special tokens in messages, kept apart from those of the template.
+    """Names of special tokens in messages, kept apart from the template's.
 
     In a message name n becomes letters of private use before it is rendered. After that the names left are
     the template's: they become the tokenizer's private letters, and the message's become names again. All

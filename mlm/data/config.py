@@ -28,6 +28,7 @@ MASKING = OnlyIf("model.kind", "bert", "roberta")
 DATA_NAMES = Aliases("dataset", "data_dir", "data_path", "train_file")
 DataPath = Annotated[InputPath, DATA_NAMES]
 StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
+StoredPrefix = Annotated[str, Role.STORED]
 SeqLength = Annotated[
     int,
     POSITIVE,
@@ -51,21 +52,26 @@ class DataConfig:
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
     vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py): ids
     from 0 to vocab_size - 1, or -100 where there is no token."""
-    path: DataPath | None = None
+    path: StoredPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json; or the
-    prefix of another .bin/.idx pair, which is then the training part."""
-    train: InputPath | None = None
-    """Prefix of the training .bin/.idx; null means {path}/train."""
-    validation: InputPath | None = None
-    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists."""
+    prefix of another .bin/.idx pair, which is then the training part. s3://BUCKET/NAME is one in an
+    S3-compatible store, whose tokens are read as they are needed."""
+    train: StoredPrefix | None = None
+    """Prefix of the training .bin/.idx; null means {path}/train. s3://BUCKET/NAME as for path."""
+    validation: StoredPrefix | None = None
+    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists. s3://BUCKET/NAME as for
+    path."""
     tokenizer: InputPath | None = None
     """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
     cache: CacheFolder | None = None
-    """Folder of cached sample indices; null means a folder beside the corpus."""
+    """Folder of cached sample indices, and of what is kept of a corpus in a store; null means a folder next
+    to the corpus."""
+    cache_gb: Annotated[float, POSITIVE] = 32.0
+    """Most that is kept of each .bin in a store, in GB of 10^9 bytes; the oldest is deleted first."""
     seq_length: SeqLength = 1024
     """Tokens per sample, S. At most model.max_positions."""
     blend: tuple[BlendEntry, ...] = ()
-    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path
+    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 s3://bucket/web], in place of path
     and train. Weights are scaled to sum to 1."""
     change: bool = False
     """Allow a resumed run other corpora or weights than before, which is recorded; and a new one with the
@@ -83,4 +89,4 @@ class DataConfig:
     max_ngram: Annotated[int, POSITIVE, MASKING] = 3
     """bert and roberta: most words masked together; n with probability proportional to 1/n."""
     eod_id: Annotated[int | None, NOT_NEGATIVE] = None
-    """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""
+    """The end-of-document token, for these three; null takes the corpus's receipt's or tokenizer's."""

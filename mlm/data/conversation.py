@@ -21,7 +21,7 @@ WEIGHTS = ("weight", "train", "loss")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of rows, and keys of messages, whose content no model here reads."""
 TOOLS, SYSTEM, OPTIONS = "tools", "system", "chat_template_kwargs"
-"""Columns beside messages: functions that may be called, a first message, and values for the template."""
+"""Columns besides messages: functions that may be called, a first message, and values for the template."""
 FIXED = ("messages", TOOLS, "add_generation_prompt")
 """Values of a template that a row may not set."""
 
@@ -38,7 +38,7 @@ class Conversation:
     prompt: int = 0
     """First messages, after which all is an answer; 0 where roles decide."""
     changes: tuple[str, ...] = ()
-    """What was read otherwise than it is written, for the run's header."""
+    """Changes made to the row as it was read, for the run's header."""
 
     def to_json(self) -> list[Any]:
         """Return the values of all fields but `changes`; those that most rows have none of are left out."""
@@ -57,15 +57,15 @@ def read_conversation(
         if record.get(name) is not None:  # a table of several forms fills absent columns with null
             return make_conversation(record, record[name], keep_nulls=keep_nulls)
     prompt, completion = (
-        said if isinstance(said, list) else [{"role": role, "content": said}]
-        for said, role in ((record["prompt"], "user"), (record["completion"], ASSISTANT))
+        part if isinstance(part, list) else [{"role": role, "content": part}]
+        for part, role in ((record["prompt"], "user"), (record["completion"], ASSISTANT))
     )
     first = len(prompt) if isinstance(record["prompt"], list) else 0
     return make_conversation(record, [*prompt, *completion], first, keep_nulls=keep_nulls)
 
 
 def make_conversation(
-    record: Mapping[str, Any], said: Any, prompt: int = 0, *, keep_nulls: bool = False
+    record: Mapping[str, Any], turns: Any, prompt: int = 0, *, keep_nulls: bool = False
 ) -> Conversation:
     """Return messages, of which the first `prompt` are a prompt, with the other columns of their row.
 
@@ -74,7 +74,7 @@ def make_conversation(
     for name in MEDIA:
         if record.get(name):
             raise ChatError(f"the column '{name}' is not read, only texts are: delete it, or the row")
-    messages, changes = check_messages(said), list[str]()
+    messages, changes = check_messages(turns), list[str]()
     tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), record.get(OPTIONS)
     options = {} if options is None else options
     if not isinstance(options, dict) or any(name in FIXED for name in options):
@@ -84,7 +84,7 @@ def make_conversation(
         if cleaned != [messages, tools, options]:
             changes.append("nulls removed from tools, calls and their arguments (task.keep_nulls=true keeps)")
         messages, tools, options = cleaned
-    if any(message.get("from") in (CALL, "observation") for message in said):
+    if any(message.get("from") in (CALL, "observation") for message in turns):
         changes.append(f"turns of {CALL} and observation read as calls and results of tools")
     system = record.get(SYSTEM)
     if system is not None and not isinstance(system, str):
@@ -109,7 +109,7 @@ def objects_in(value: Any, name: str) -> list[Any] | None:
         except (ValueError, RecursionError):
             raise ChatError(f"{name} is a text, and no JSON: write a list of objects") from None
     value = list(value) if isinstance(value, tuple) else value
-    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+    if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         raise ChatError(f"{name} is no list of objects: fix or delete it")
     return value
 
@@ -136,10 +136,10 @@ def checked(given: Any, number: int) -> Message:
     # a table fills absent keys with null
     message: Message = {key: value for key, value in given.items() if value is not None}
     if "from" in message and "role" not in message:
-        speaker, said = message.pop("from"), message.pop("value", None)
+        speaker, text = message.pop("from"), message.pop("value", None)
         if speaker == CALL:
             try:
-                call: Any = json.loads(said) if isinstance(said, str) else said
+                call: Any = json.loads(text) if isinstance(text, str) else text
             except (ValueError, RecursionError):
                 call = None
             if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
@@ -147,7 +147,7 @@ def checked(given: Any, number: int) -> Message:
                 raise ChatError(f"message {number}: no call {form} as JSON: fix it")
             message |= {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": call}]}
         else:
-            message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": said}
+            message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": text}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")

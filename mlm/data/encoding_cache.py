@@ -2,7 +2,7 @@
 
 A tokenizer splits text into words and encodes each alone, so most of its work is done again and again. Here a
 text is split into chunks, which end where every tokenizer of `is_cacheable` ends a word, whatever follows, so
-that its tokens are those of its chunks. New chunks are encoded by the library: it alone says what ids are.
+that its tokens are its chunks' tokens. New chunks are encoded by the library: it alone says what ids are.
 
 A chunk ends in ASCII text alone: between a visible character and a space; between a letter or digit and a
 sign other than an apostrophe (which may begin a contraction), or a line end; and after a single line end
@@ -28,10 +28,10 @@ from mlm.util.splitmix import GOLDEN, Bits, mix
 
 Numbers = NDArray[np.int64]
 Place = tuple[int, int]
-"""Position of the first token of a chunk among those of the cache, and number of its tokens."""
+"""Position of a chunk's first token in the cache's tokens, and number of its tokens."""
 
 END = b"\xff"
-"""Follows each text, as no byte of UTF-8 does; a chunk of its own, without tokens."""
+"""Follows each text, as no byte of UTF-8 does: a chunk without tokens."""
 SIGN = r"!-&(-/:-@\[-`{-~"
 LETTER, DIGIT, MARK, QUOTE, SPACE, LINE, TEXT = range(1, 8)
 MEMBERS = {LETTER: "[A-Za-z]", DIGIT: "[0-9]", MARK: f"[{SIGN}]", QUOTE: "'", SPACE: " ", LINE: "\n"}
@@ -87,13 +87,12 @@ class EncodingCache:
 
     def _clear(self) -> None:
         self._table = np.zeros((1 << ROWS_BITS, 4), np.uint64)
-        """Keys, two numbers each, and places: each in the first row that was free, from that of its hash."""
+        """Keys, two numbers each, and places: each in the first free row from its hash's on."""
         self._long = dict[str, Place]()
         self._size, self._ids = 0, array("I")
         self._insert([END], [(0, 0)])
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
-        """Encode many texts: a uint32 array each."""
         encoded, begin, letters = list["array[int]"](), 0, 0
         for end, text in enumerate(texts, 1):
             letters += len(text)
@@ -109,9 +108,9 @@ class EncodingCache:
         starts = chunk_starts(content)
         ends = np.append(starts[1:], len(content))
         low, high = chunk_keys(content, starts, ends)
-        found = np.take(self._table, self._rows(low, high), axis=0)
-        begins, counts = found[:, 2:].astype(np.int64).T
-        missing = np.flatnonzero((found[:, 1] != high) | (ends - starts > KEY_BYTES))
+        entries = np.take(self._table, self._rows(low, high), axis=0)
+        begins, counts = entries[:, 2:].astype(np.int64).T
+        missing = np.flatnonzero((entries[:, 1] != high) | (ends - starts > KEY_BYTES))
         kept = len(self._ids)
         if len(missing):
             spans = zip(starts[missing].tolist(), ends[missing].tolist(), strict=True)
@@ -130,8 +129,20 @@ class EncodingCache:
 
         New chunks are encoded, and kept if they are short.
         """
-        fresh, short = dict[str, Place](), dict[bytes, Place]()
-        encoded = self._encode_chunks(set(chunks) - self._long.keys())
+        fresh, short, encoded = dict[str, Place](), dict[bytes, Place](), dict[str, bytes]()
+        if unknown := set(chunks) - self._long.keys():
+            # The library takes half as long for one text of words. Commas between them are chunks of one
+            # token each, which no word holds; where that is not so, as in a vocabulary without a comma, the
+            # counts differ.
+            words = [chunk for chunk in unknown if WORD.fullmatch(chunk)]
+            joined, comma = map(np.asarray, self._encode([",".join(words), ","]))
+            ends = np.append(np.flatnonzero(joined == comma[0]), len(joined)) if len(comma) == 1 else comma
+            if len(ends) != len(words):
+                words, ends = [], ends[:0]
+            spans = zip(words, np.append(0, ends + 1).tolist(), ends.tolist(), strict=False)
+            encoded = {word: joined[begin:end].tobytes() for word, begin, end in spans}
+            others = [chunk for chunk in unknown if chunk not in encoded]
+            encoded |= zip(others, (ids.tobytes() for ids in self._encode(others)), strict=True)
         kept = len(self._ids)
         for chunk, ids in sorted(encoded.items(), key=lambda item: len(item[0]) > LENGTH):
             fresh[chunk] = len(self._ids), len(ids) // 4
@@ -165,27 +176,11 @@ class EncodingCache:
         rows = (mix(low + high * np.uint64(GOLDEN)) >> np.uint64(64 - ROWS_BITS)).astype(np.int64)
         left = np.arange(len(rows))
         while len(left):
-            held = np.take(self._table, rows[left], axis=0)
-            is_other = (held[:, 0] != low[left]) | (held[:, 1] != high[left])
-            left = left[is_other & (held[:, 1] != 0)]
+            entries = np.take(self._table, rows[left], axis=0)
+            is_other = (entries[:, 0] != low[left]) | (entries[:, 1] != high[left])
+            left = left[is_other & (entries[:, 1] != 0)]
             rows[left] = (rows[left] + 1) % len(self._table)
         return rows
-
-    def _encode_chunks(self, chunks: set[str]) -> dict[str, bytes]:
-        if not chunks:
-            return {}
-        # The library takes half as long for one text of words. Commas between them are chunks, one token each
-        # that words have not; where that does not hold, as for a vocabulary without a comma, it shows.
-        words = [chunk for chunk in chunks if WORD.fullmatch(chunk)]
-        joined, comma = map(np.asarray, self._encode([",".join(words), ","]))
-        ends = np.append(np.flatnonzero(joined == comma[0]), len(joined)) if len(comma) == 1 else comma
-        if len(ends) != len(words):
-            words, ends = [], ends[:0]
-        starts = np.append(0, ends + 1).tolist()
-        spans = zip(starts, ends.tolist(), strict=False)
-        fresh = {word: joined[begin:end].tobytes() for word, (begin, end) in zip(words, spans, strict=True)}
-        others = [chunk for chunk in chunks if chunk not in fresh]
-        return fresh | dict(zip(others, (ids.tobytes() for ids in self._encode(others)), strict=True))
 
 
 def chunk_starts(content: bytes) -> Numbers:
@@ -204,7 +199,7 @@ def chunk_starts(content: bytes) -> Numbers:
 def chunk_keys(content: bytes, starts: Numbers, ends: Numbers) -> tuple[Bits, Bits]:
     """Keys of chunks of up to KEY_BYTES: their first eight bytes, and seven more with their number, [n] each.
 
-    Those of others are not theirs alone.
+    Longer chunks may share a key.
     """
     lengths, padded = ends - starts, content + bytes(16)
     eights: Bits = np.ndarray(len(content) + 9, "<u8", padded, strides=(1,))  # [i]: bytes i to i + 8
@@ -217,31 +212,22 @@ def is_cacheable(content: dict[str, Any]) -> bool:
     """True if the words of a tokenizer.json never reach across the end of a chunk, for any text."""
     normalizer = (content["normalizer"] or {}).get("type")
     splitter = content["pre_tokenizer"] or {"type": None}
+    # BertNormalizer makes spaces of line ends, which BERT's splitter takes alike; NFC composes `<` and
+    # U+0338 into a letter that BERT's splitter does not split at
+    normalizers = (None, "BertNormalizer" if splitter == BERT else "NFC")
+    if content["model"].get("type") not in ("BPE", "WordPiece") or normalizer not in normalizers:
+        return False
+    # An added token must be found in a chunk where it is found in the whole text, and nowhere else. The
+    # library passes over special tokens, and over others that begin in one. A normaliser may make ASCII of
+    # other letters, which a chunk may end in.
     added = content["added_tokens"]
     special = set("".join(token["content"] for token in added if token["special"]))
-    return (
-        content["model"].get("type") in ("BPE", "WordPiece")
-        # BertNormalizer makes spaces of line ends, which BERT's splitter takes alike; NFC composes `<` and
-        # U+0338 into a letter that BERT's splitter does not split at
-        and normalizer in (None, "BertNormalizer" if splitter == BERT else "NFC")
-        and splits_into_words(splitter)
-        and all(is_inside(token, special) for token in added if not token["special"])
-    )
-
-
-def is_inside(token: dict[str, Any], special: set[str]) -> bool:
-    """True if an added token is found in a chunk where it is found in the whole text, and nowhere else.
-
-    The library passes over special tokens, and over others that begin in one: `special` are their letters. A
-    normaliser may make ASCII of other letters, which a chunk may end in.
-    """
-    name = token["content"]
-    is_found_alone = not (token["single_word"] or token["lstrip"] or token["rstrip"])
-    is_plain = re.fullmatch("[!-~]*", name) is not None or not token["normalized"]
-    return is_found_alone and is_plain and not CROSSING.search(name) and special.isdisjoint(name)
-
-
-def splits_into_words(splitter: dict[str, Any]) -> bool:
+    for token in added:
+        name, depends = token["content"], token["single_word"] or token["lstrip"] or token["rstrip"]
+        is_plain = re.fullmatch("[!-~]*", name) is not None or not token["normalized"]
+        is_inside = is_plain and not depends and not CROSSING.search(name) and special.isdisjoint(name)
+        if not is_inside and not token["special"]:
+            return False
     steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
     rest = [step for step in steps if step["type"] != "Digits"]
     if [step["type"] for step in rest] == ["Split", "ByteLevel"]:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from mlm.data.chat_builtin import BUILT_IN, TURNS
 from mlm.data.config import DataConfig
-from mlm.util.errors import Absent, Problem
+from mlm.util.errors import Absent, Problem, UserError
+from mlm.util.object_store import is_stored
 from mlm.util.ownership import HUB
+from mlm.util.system import resolve
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
@@ -17,32 +19,65 @@ def corpus(data: DataConfig) -> Problem | None:
     if data.kind != "indexed" or data.blend:
         return None
     if data.train is not None:
-        return indexed("data.train", data.train)
+        return stored_or_indexed(data, "data.train", data.train)
     if data.path is None:
         return Absent(
             ("data.path", "data.train", "data.blend"),
             f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic",
         )
+    if is_stored(data.path):
+        return cache_problem(data, "data.path")
     if not Path(data.path).is_dir():
         missing = indexed("data.path", data.path)
         if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):
             return missing
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
-    if not (missing_files := missing_pair(str(training_prefix(data.path)))):
+    if not (missing_files := missing_pair(str(training_prefix(data)))):
         return None
     return Absent.at("data.path", data.path, f"{' and '.join(missing_files)}: not there", WRITE_ONE)
 
 
-def training_prefix(path: str) -> Path:
-    """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or itself."""
+def training_prefix(data: DataConfig, path: str | None = None) -> Path:
+    """Prefix of the training .bin/.idx that a path, or data.path, names: `train` in a folder, or itself.
+
+    Of a corpus in a store it is that of its local copy, which is made. Raises UserError, OSError.
+    """
+    path = path or data.path
+    assert path is not None
+    if is_stored(path):
+        assert data.cache is not None, "checked with the configuration"
+        copy_locally = resolve("mlm.data.stored_corpus:copy_locally")  # takes NumPy, not for help
+        return Path(copy_locally(path, data.cache, int(data.cache_gb * 1e9)))
     return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
+
+
+def pair_prefix(data: DataConfig, key: str, path: str) -> Path:
+    """As `training_prefix`, of a key that takes the prefix of a pair alone."""
+    if not is_stored(path):
+        return Path(path)
+    if (prefix := training_prefix(data, path)).name == path.rpartition("/")[2]:
+        return prefix
+    raise UserError(f"{key}={path}: a folder; give the prefix of .bin and .idx, such as {key}={path}/train")
+
+
+def cache_problem(data: DataConfig, key: str) -> Problem | None:
+    """The problem of a corpus in a store that no local folder is given for."""
+    if data.cache is not None:
+        return None
+    problem = "data.cache is not set: a corpus in a store is read by way of a local folder"
+    return Problem(("data.cache", key), problem, "give one on a local disk: data.cache=FOLDER")
+
+
+def stored_or_indexed(data: DataConfig, key: str, prefix: str | None) -> Problem | None:
+    """As `indexed`, of a key that takes a URL too."""
+    return cache_problem(data, key) if is_stored(prefix) else indexed(key, prefix)
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:
     """data.validation and data.tokenizer, where they are given."""
     if data.kind != "indexed":
         return None
-    problem = indexed("data.validation", data.validation)
+    problem = stored_or_indexed(data, "data.validation", data.validation)
     return problem or tokenizer("data.tokenizer", data.tokenizer)
 
 
@@ -53,8 +88,8 @@ def indexed(key: str, prefix: str | None) -> Problem | None:
         return Absent.at(key, prefix, "give the prefix of .bin and .idx", f"use {key}={stem}")
     pairs = [str(path.with_suffix("")) for path in sorted(Path(prefix).glob("*.idx"))]
     if parts := [pair for pair in pairs if not missing_pair(pair)]:
-        one = " or ".join(f"{key}={part}" for part in parts[:3])
-        return Absent.at(key, prefix, "a folder", f"use {one}")
+        choices = " or ".join(f"{key}={part}" for part in parts[:3])
+        return Absent.at(key, prefix, "a folder", f"use {choices}")
     return Absent.at(key, prefix, f"{' and '.join(missing)}: not there", WRITE_ONE)
 
 
@@ -63,7 +98,6 @@ def _stem(prefix: str) -> str:
 
 
 def file(key: str, path: str | None) -> Problem | None:
-    """One plain file."""
     if path is None or Path(path).is_file():
         return None
     if Path(path).is_dir():
@@ -72,7 +106,6 @@ def file(key: str, path: str | None) -> Problem | None:
 
 
 def folder(key: str, path: str | None) -> Problem | None:
-    """A folder, or a file in place of one."""
     if path is None or Path(path).exists():
         return None
     return Absent.at(key, path, "no such folder", "correct the path")
@@ -83,7 +116,6 @@ def chat_template(key: str, path: str | None) -> Problem | None:
 
 
 def tokenizer(key: str, path: str | None) -> Problem | None:
-    """A tokenizer's file, or the folder it is in."""
     return None if path is not None and Path(path).is_dir() else file(key, path)
 
 

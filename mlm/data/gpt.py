@@ -91,38 +91,34 @@ class GPTDataset:
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         # window k starts in epoch floor(k * S / T), and the samples of an epoch are its windows
-        epochs, block = ids * self.seq_length // self.indexed.num_tokens, max(1, BLOCK // samples.shape[1])
-        for epoch in np.unique(epochs):
-            (in_epoch,) = np.nonzero(epochs == epoch)
+        width, total = samples.shape[1], self.indexed.num_tokens
+        epochs, block = ids * self.seq_length // total, max(1, BLOCK // width)
+        for number in np.unique(epochs).tolist():
+            epoch, first = self.epoch(number), self.first_window(number)
+            (in_epoch,) = np.nonzero(epochs == number)
             for rows in np.split(in_epoch, range(block, len(in_epoch), block)):
-                begin, length = self._pieces(int(epoch), ids[rows])
+                begins = (first + epoch.windows[ids[rows] - first]) * self.seq_length - number * total
+                # Windows are split into pieces at document ends. The first document that ends after a token
+                # holds it: those without tokens are passed over.
+                head = np.searchsorted(epoch.ends, begins, side="right")  # of each window's first token
+                tail = np.searchsorted(epoch.ends, begins + width - 1, side="right")  # … and of its last
+                count = tail - head + 1  # pieces per window
+                last = np.cumsum(count)
+                document = np.arange(last[-1]) + np.repeat(head - (last - count), count)
+                window_begin = np.repeat(begins, count)
+                document_begin = np.where(document > 0, epoch.ends[document - 1], 0)
+                begin = np.maximum(document_begin, window_begin)
+                length = np.minimum(epoch.ends[document], window_begin + width) - begin
+                # from positions in the epoch to those in the .bin
+                begin += self.indexed.document_starts[epoch.documents[document]] - document_begin
                 ends = np.cumsum(length)  # of the pieces, in these samples
                 positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
-                samples[rows] = self.indexed.tokens[positions].reshape(-1, samples.shape[1])
+                samples[rows] = self.indexed.tokens[positions].reshape(-1, width)
         return samples
 
     def epoch(self, number: int) -> Epoch:
         is_large = self.indexed.num_documents + self._windows_of(number) >= self.cache_from
         return self._epochs.get(number, is_large=is_large)
-
-    def _pieces(self, number: int, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the runs of tokens that make up samples: (first token in the .bin, tokens), [pieces] each.
-
-        Windows are split at document ends; a piece is a run of tokens of one document.
-        """
-        epoch, width, first = self.epoch(number), self.seq_length + 1, self.first_window(number)
-        begins = (first + epoch.windows[ids - first]) * self.seq_length - number * self.indexed.num_tokens
-        # The first that ends after a token holds it: documents without tokens are passed over.
-        head = np.searchsorted(epoch.ends, begins, side="right")  # document of each window's first token
-        tail = np.searchsorted(epoch.ends, begins + width - 1, side="right")  # … and of its last
-        count = tail - head + 1  # pieces per window
-        last = np.cumsum(count)
-        place = np.arange(last[-1]) + np.repeat(head - (last - count), count)
-        window_begin = np.repeat(begins, count)
-        document_begin = np.where(place > 0, epoch.ends[place - 1], 0)
-        begin = np.maximum(document_begin, window_begin)
-        length = np.minimum(epoch.ends[place], window_begin + width) - begin
-        return self.indexed.document_starts[epoch.documents[place]] + begin - document_begin, length
 
     def first_window(self, epoch: int) -> int:
         """Return the number of the first window that starts in an epoch: ceil(epoch * T / S)."""

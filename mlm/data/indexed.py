@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlm.data.stored_corpus import StoredTokens, stored_pointer, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import copy_bytes, digest_file, fsync_directory, partial_path, sync
+from mlm.util.files import copy_bytes, digest_file, fsync_directory, partial_path, sampled_digest, sync
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -78,13 +79,13 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 class IndexedDataset:
-    """A memory-mapped corpus. Opening it runs all cheap checks; reading copies nothing.
+    """A memory-mapped corpus, or one in a store. Opening it runs all cheap checks; reading copies nothing.
 
     Attributes:
         lengths           i32 [num_sequences]       tokens per sequence
         pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
-        tokens            [num_tokens]              the whole .bin
+        tokens            [num_tokens]              the whole .bin, or StoredTokens
 
     An empty corpus is an error unless `allow_empty`: shards of a build may be empty.
 
@@ -95,12 +96,13 @@ class IndexedDataset:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not path.is_file() and not stored_pointer(path).is_file():
                 raise UserError(
                     f"no file {path}: a corpus is a pair .idx and .bin; set data.path to a folder written by "
                     f"`mlm data build`, or data.train to the prefix without .bin"
                 )
         self.dtype, self.num_sequences, boundaries = read_header(self.idx_path)
+        self.stored = stored_tokens(self.bin_path, self.dtype)
         self.num_documents = boundaries - 1
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
@@ -112,15 +114,15 @@ class IndexedDataset:
         self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
-        expected, size = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
+        expected, size = self.num_tokens * self.dtype.itemsize, self.bin_bytes
         if expected != size:
             state = "truncated" if size < expected else "longer than its index says"
             raise CorruptFileError(
                 f"{self.bin_path} is {state}: expected {expected} bytes ({self.num_tokens} tokens of "
                 f"{self.dtype}), found {size}; {REBUILD}"
             )
-        self.tokens: NDArray[Any] = np.empty(0, self.dtype)
-        if self.num_tokens:  # an empty file cannot be mapped
+        self.tokens: NDArray[Any] | StoredTokens = self.stored or np.empty(0, self.dtype)
+        if not self.stored and self.num_tokens:  # an empty file cannot be mapped
             self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
 
     def __len__(self) -> int:
@@ -141,6 +143,14 @@ class IndexedDataset:
     def digest(self) -> str:
         """Digest of the index: the sample order is a function of the lengths it holds."""
         return digest_file(self.idx_path)
+
+    @cached_property
+    def bin_bytes(self) -> int:
+        return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
+
+    def sampled_digest(self) -> str:
+        """Digest of the tokens in bounded time (`files.sampled_digest`). Raises OSError, UserError."""
+        return sampled_digest(self.bin_path) if self.stored is None else self.stored.sampled_digest()
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
@@ -200,7 +210,7 @@ class IndexedDataset:
 class IndexedWriter:
     """Writer of a corpus, document by document; both files appear if the `with` block succeeds, or neither.
 
-    Memory stays constant: until then the index is in files beside the corpus. Raises OSError.
+    Memory stays constant: until then the index is in files next to the corpus. Raises OSError.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
@@ -273,27 +283,25 @@ class IndexedWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
-            if kind is None:
-                self._publish()
-
-    def _publish(self) -> None:
-        self._lengths.flush()
-        self._documents.flush()
-        self._lengths.seek(0)
-        code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
-        with open(self._partial[".idx"], "wb") as f:
-            f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
-            copy_bytes(self._partial[".lengths"], f, 4 * self.num_sequences)
-            while block := self._lengths.read(4 * CHUNK):
-                sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
-                ends = position + np.cumsum(sizes)
-                f.write((ends - sizes).astype("<i8").tobytes())
-                position = int(ends[-1])
-            copy_bytes(self._partial[".documents"], f, POSITION.size * (self.num_documents + 1))
-            sync(f)
-        sync(self._bin)
-        # An .idx vouches for its .bin: the old one is removed first and the new one written last.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        os.replace(self._partial[".bin"], bin_path(self.prefix))
-        os.replace(self._partial[".idx"], idx_path(self.prefix))
-        fsync_directory(self.prefix.parent)
+            if kind is not None:
+                return
+            self._lengths.flush()
+            self._documents.flush()
+            self._lengths.seek(0)
+            code, position = next(code for code, dtype in DTYPES.items() if dtype == self.dtype), 0
+            with open(self._partial[".idx"], "wb") as f:
+                f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+                copy_bytes(self._partial[".lengths"], f, 4 * self.num_sequences)
+                while block := self._lengths.read(4 * CHUNK):
+                    sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+                    ends = position + np.cumsum(sizes)
+                    f.write((ends - sizes).astype("<i8").tobytes())
+                    position = int(ends[-1])
+                copy_bytes(self._partial[".documents"], f, POSITION.size * (self.num_documents + 1))
+                sync(f)
+            sync(self._bin)
+            # An .idx vouches for its .bin: the old one is removed first and the new one written last.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._partial[".bin"], bin_path(self.prefix))
+            os.replace(self._partial[".idx"], idx_path(self.prefix))
+            fsync_directory(self.prefix.parent)

@@ -76,7 +76,6 @@ def version_of(package: str) -> str:
 
 
 def file_entry(path: Path) -> Receipt:
-    """Return size and digest of a file; of a large one also a digest of samples, for quick checks."""
     size = path.stat().st_size
     sampled = {"sampled": sampled_digest(path)} if size > WHOLE else {}
     return {"bytes": size, "digest": digest_file(path), **sampled}
@@ -94,7 +93,7 @@ def damaged_file(folder: Path, receipt: Receipt) -> str | None:
 def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:
     """Return problems that would stop training on a corpus, one line each with its fix.
 
-    `min_samples` is a global batch. The vocabulary is that of the receipt beside the corpus; without one the
+    `min_samples` is a global batch. The vocabulary is the corpus's receipt's; without one the
     tokens are scanned for their largest id.
     """
     if problem := incomplete_problem(prefix):
@@ -138,8 +137,8 @@ def content_problem(indexed: IndexedDataset) -> str | None:
     path = indexed.bin_path
     try:
         entry = (read_receipt(indexed.prefix.parent) or {}).get("files", {}).get(path.name, {})
-        recorded = entry.get("digest" if path.stat().st_size <= WHOLE else "sampled")
-        if recorded is None or (digest := sampled_digest(path)) == recorded:
+        recorded = entry.get("digest" if indexed.bin_bytes <= WHOLE else "sampled")
+        if recorded is None or (digest := indexed.sampled_digest()) == recorded:
             return None
     except UserError as error:
         return str(error)
@@ -158,7 +157,7 @@ def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
         if receipt is None or entry is None:
             needed, witness = indexed.max_token() + 1, f"{indexed.bin_path} holds the token id"
         else:
-            if entry.get("bytes") != indexed.bin_path.stat().st_size:
+            if entry.get("bytes") != indexed.bin_bytes:
                 return (
                     f"{indexed.bin_path} is not the file {RECEIPT} beside it describes: write the corpus "
                     f"again with `mlm data build`, or set data.path to another"

@@ -118,7 +118,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return decode_problem(error, f" at byte {error.start + 1}")
     if isinstance(error, json.JSONDecodeError):
-        return f"not a line of JSON ({error.msg} at letter {error.pos + 1})"
+        return f"not a line of JSON ({error.msg.removesuffix(' at')} at letter {error.pos + 1})"
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return f"holds a number of more than {sys.get_int_max_str_digits():,} digits"
@@ -137,11 +137,14 @@ def _table_records(file: Path, form: str) -> Iterator[Located]:
                     problem = f"has {len(row[None])} more cells than the first line names"
                     raise UserError(f"{file}:{reader.line_num}: {problem}: quote its text, or fix it")
                 yield f"{file}:{reader.line_num}", dict(row)
+        # the inner reader counts the lines of the row that it is in
         except csv.Error as error:
-            raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
+            location = f"{file}:{reader.reader.line_num}"
+            raise UserError(f"{location}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
-            place = f"{file}:{reader.line_num + 1}"
-            raise UserError(f"{place}: is {decode_problem(error)}; save it as UTF-8") from error
+            # a block of text is decoded at once, from the line on that follows the last one read
+            line = reader.reader.line_num + 1 + error.object.count(b"\n", 0, error.start)
+            raise UserError(f"{file}:{line}: is {decode_problem(error)}; save it as UTF-8") from error
 
 
 def check_names(file: Path, names: Sequence[str]) -> None:

@@ -77,5 +77,5 @@ def _message(role: str, content: Any) -> Record:
 
 
 def _text(message: Any) -> Any:
-    said = message.get("content", message.get("value")) if isinstance(message, dict) else None
-    return said.strip() if isinstance(said, str) else said
+    text = message.get("content", message.get("value")) if isinstance(message, dict) else None
+    return text.strip() if isinstance(text, str) else text

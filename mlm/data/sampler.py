@@ -99,6 +99,8 @@ def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) ->
     return Batch(tensor(np.maximum(samples[:, :-1], 0)), tensor(samples[:, 1:]), first_sample)
 
 
+Ranges = Sequence[tuple[int, int]]
+"""Sample numbers that a run excludes: (first, count) in order, disjoint."""
 Ramp = tuple[int, int, int]
 """Growth of the global batch: its first size, what it grows by, and the samples after which it is full."""
 
@@ -117,14 +119,26 @@ def batch_at(position: int, whole: int, ramp: Ramp | None) -> tuple[int, int | N
     return start + stage * increment, -(-(stage + 1) * samples // stages) if stages else samples
 
 
-def first_of_step(consumed: int, number: int, whole: int, ramp: Ramp | None = None) -> int:
-    """Return the first sample of step `number` from here, of `whole` samples once the ramp has ended."""
+def first_of_step(
+    consumed: int, number: int, whole: int, excluded_samples: Ranges, ramp: Ramp | None = None
+) -> int:
+    """Return the first sample of step `number` from here, of `whole` samples with consecutive numbers.
+
+    A batch that would touch a range that is left out begins after it.
+    """
     position, left = consumed, number
-    while left:
+    while True:
         size, end = batch_at(position, whole, ramp)
-        steps = left if end is None else min(left, -(-(end - position) // size))
+        gap = next(
+            ((first, first + count) for first, count in excluded_samples if first + count > position), None
+        )
+        steps = left if gap is None else min(left, max(0, (gap[0] - position) // size))
+        steps = steps if end is None else min(steps, -(-(end - position) // size))
         position, left = position + steps * size, left - steps
-    return position
+        if gap is not None and position + batch_at(position, whole, ramp)[0] > gap[0]:
+            position = gap[1]
+        elif left == 0:
+            return position
 
 
 @dataclass(eq=False)
@@ -138,12 +152,13 @@ class RankSampler:
     rank: int
     size: int
     pin_memory: bool = False
+    excluded_samples: Ranges = ()
     ramp: Ramp | None = None
 
     def step(self, number: int) -> list[MicroBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
         whole = self.global_batch_size
-        begin = first_of_step(self.consumed_samples, number, whole, self.ramp)
+        begin = first_of_step(self.consumed_samples, number, whole, self.excluded_samples, self.ramp)
         end = begin + batch_at(begin, whole, self.ramp)[0]
         if end > len(self.dataset):
             return None
@@ -166,7 +181,7 @@ class Loader(RankSampler):
     """
 
     prefetch: int = 2
-    """Steps that are ready, beside the one that is being read."""
+    """Steps that are ready, besides the one that is being read."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size

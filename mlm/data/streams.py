@@ -36,9 +36,6 @@ class DamagedError(Exception):
     Encrypted Parquet and windows above 128 MiB are such forms.
     """
 
-    line: int | None = None
-    """Line reached, where it is known."""
-
 
 def blocks(path: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from byte `begin` on (0 for compressed ones), in blocks of at most 256 KiB.
@@ -79,7 +76,6 @@ def readable(file: str | Path) -> Iterator[None]:
 
 
 def open_binary(path: str) -> Any:
-    """Open a file, or an object of a store, to read within `readable`."""
     return open_object(path) if is_stored(path) else open_input(path, 0)
 
 

@@ -52,7 +52,7 @@ class Tokenizer:
         cls_id, sep_id, mask_id, pad_id   BERT's special tokens, None where the vocabulary has none
         end_ids                           tokens that end what a model generates, `eod_id` among them
         digest                            of tokenizer.json
-        declared                          what the files beside it say
+        declared                          declarations of the files next to it
         chat_template                     of a model for conversations, where a command has read it
 
     `eod` and `bos` are what a receipt or a checkpoint records, and count before what is declared. Raises
@@ -190,7 +190,6 @@ class Tokenizer:
         return str(self._backend.id_to_token(id))
 
     def id_of(self, name: str) -> int:
-        """Return the id of a token by its name. Raises KeyError."""
         return self._vocabulary[name]
 
     @cached_property
@@ -246,7 +245,7 @@ class Tokenizer:
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
         `eod` names its end-of-document token, or is the id that a receipt or checkpoint records, as `bos` is;
-        None, or an id that it lacks, means that of the model folder that it is in, else the first special
+        None, or an id that it lacks, means the model folder's, else the first special
         token of EOD_NAMES. Raises UserError if there is none, CorruptFileError if it cannot be read.
         """
         file = Path(path)
@@ -306,19 +305,16 @@ class Tokenizer:
         """Encode a text in which the names of special tokens are these tokens."""
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
-        """Encode many texts: a uint32 array each."""
-        return self._encode_batch(texts)
-
     @cached_property
-    def _encode_batch(self) -> "Callable[[Sequence[str]], list[array[int]]]":
+    def encode_batch(self) -> "Callable[[Sequence[str]], list[array[int]]]":
+        """Encode many texts as `encode` does: a uint32 array each."""
+
         def encode(texts: Sequence[str]) -> "list[array[int]]":
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
             return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists takes longer
 
-        return (
-            EncodingCache(encode).encode_batch if is_cacheable(json.loads(self._encoder.to_str())) else encode
-        )
+        is_known = is_cacheable(json.loads(self._encoder.to_str()))
+        return EncodingCache(encode).encode_batch if is_known else encode
 
     def encode_with_offsets(
         self, texts: Sequence[str], special: Literal["text", "tokens", "private"] = "text"

@@ -1,4 +1,4 @@
-"""Declarations of the files beside a tokenizer: special tokens, settings of reading and of generating."""
+"""Declarations of the files next to a tokenizer: special tokens, settings of reading and of generating."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from mlm.util.files import READABLE, open_input, parse_json, write_atomic
 EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
 CONFIG, GENERATION_CONFIG, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
-"""Files of a model folder beside its tokenizer."""
+"""Files of a model folder next to its tokenizer."""
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 """Files of special tokens by their names, and of added tokens, that older folders have."""
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
@@ -45,7 +45,7 @@ says; a chat template has its own file."""
 
 @dataclass(frozen=True)
 class Declared:
-    """Declarations of the files beside a tokenizer."""
+    """Declarations of the files next to a tokenizer."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by role (bos_token, …), "" for one that there is not; see `named_tokens`."""
@@ -53,9 +53,9 @@ class Declared:
     """tokenizer_config.json but NOT_CARRIED, with the special tokens that a file names; see
     `Tokenizer.settings`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """generation_config.json; what it lacks of token ids is that of config.json."""
+    """generation_config.json; missing token ids come from config.json."""
     model_ends: tuple[int, ...] = ()
-    """The eos_token_id of config.json, then those of generation_config.json."""
+    """The eos_token_id of config.json, then of generation_config.json."""
     is_model: bool = False
     """True if there is a config.json."""
 

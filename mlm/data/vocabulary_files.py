@@ -59,7 +59,7 @@ def add_tokens(backend: Backend, folder: Path) -> None:
 
     Each is special and normalized as the latter says. Without it, those that a file or the class of the
     tokenizer names are special, as in `transformers`: the others are found in texts. Raises CorruptFileError
-    where ids do not follow those of the vocabulary.
+    where ids do not follow the vocabulary's.
     """
     path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
     decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
@@ -109,7 +109,7 @@ def word_piece(
 def read_bert(file: Path) -> str:
     """Make a tokenizer.json from BERT's vocab.txt: one token a line, its id the line's number.
 
-    A tokenizer_config.json beside it decides if case is lowered and if Chinese characters are words; without
+    A tokenizer_config.json next to it decides if case is lowered and if Chinese characters are words; without
     one, case is lowered if the vocabulary has no upper-case letters. Raises UserError and
     CorruptFileError.
     """

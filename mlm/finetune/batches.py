@@ -6,6 +6,7 @@ layout, and a resumed run continues where it stopped.
 Shapes: E examples of a micro-batch, C texts of each, T = E * C texts, S tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class TaskBatch:
         return self.examples[number] if number < len(self.examples) else -1
 
 
-class Order:
+class ExampleOrder:
     """The batches of each epoch: each example once, with examples of about equal length in a batch.
 
     Args:
@@ -134,7 +135,6 @@ class Batcher:
         return [[n] for n in numbers]
 
     def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:
-        """Return the tokens of a unit, with the padding among its texts."""
         texts = examples[unit[0]].texts
         return max(map(len, texts)) * len(texts)
 
@@ -154,7 +154,7 @@ class Batcher:
             types[i, text.second : len(text)] = 1
         labels = stack_labels(rows)
         if not numbers:
-            labels = mask_labels(labels)
+            labels = torch.full_like(labels, math.nan if labels.is_floating_point() else IGNORE_INDEX)
         lengths = torch.tensor([len(text) for text in texts])
         return TaskBatch(
             torch.from_numpy(tokens),
@@ -188,13 +188,9 @@ def stack_labels(rows: Sequence[Example]) -> Tensor:
     if any(isinstance(label, tuple) for label in labels):
         return torch.tensor([(IGNORE_INDEX, IGNORE_INDEX) if label is None else label for label in labels])
     if any(isinstance(label, float) for label in labels):
-        numbers = [float("nan") if label is None else label for label in labels]
+        numbers = [math.nan if label is None else label for label in labels]
         return torch.tensor(numbers, dtype=torch.float64)
     return torch.tensor([IGNORE_INDEX if label is None else label for label in labels])
-
-
-def mask_labels(labels: Tensor) -> Tensor:
-    return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE_INDEX)
 
 
 def make_batcher(

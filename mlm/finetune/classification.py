@@ -1,5 +1,6 @@
 """Classification, multiple choice as RACE, and regression: a label, one of a row's options, or a number."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -10,16 +11,18 @@ from mlm.finetune import metrics
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText, encode
 from mlm.finetune.rows import (
+    NO_LABEL,
     RowError,
     TaskRow,
     check_text,
     parse_label,
-    parse_number_label,
     present,
     read_texts,
     sequence,
+    shown,
 )
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, format_prediction
+from mlm.inference.scoring import mean_stderr
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
@@ -47,6 +50,12 @@ class Labelling(TaskType):
     ) -> Prediction:
         (scores,) = outputs
         return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
+
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
+    ) -> dict[str, float | None]:
+        right = [float(row.label == p.value) for row, p in zip(rows, predictions, strict=True)]
+        return {"accuracy": mean_stderr(right)} if "accuracy" in task.metrics else {}
 
 
 class OneOrTwoTexts(TaskType):
@@ -166,9 +175,25 @@ class Regression(OneOrTwoTexts):
         return 1
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        return TaskRow(
-            id, read_texts(task, record, task.columns), parse_number_label(task, record.get(task.label))
-        )
+        """Return the row with its number; None without one. Raises RowError."""
+        texts, value = read_texts(task, record, task.columns), record.get(task.label)
+        if value is None or value == "":
+            return TaskRow(id, texts, None)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise RowError(f"{task.label}={shown(value)} is no number: fix or delete it")
+        if task.label_range is not None and not task.label_range[0] <= number <= task.label_range[1]:
+            if number == NO_LABEL:
+                return TaskRow(id, texts, None)
+            low, high = task.label_range
+            raise RowError(
+                f"{task.label}={shown(value)} is not in {low:g} to {high:g}: fix or delete it, "
+                f"or set task.label_range"
+            )
+        return TaskRow(id, texts, number)
 
     def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Squared error, summed: outputs [E, 1], labels [E]; NaN is not scored."""

@@ -56,7 +56,7 @@ class TaskConfig:
     """Column of the label: its number, its name in `labels`, a number in label_range; for kind span the
     answers: text and answer_start."""
     id: str | None = "idx"
-    """Column that names a row in files of predictions; rows are counted from 0 where there is none."""
+    """Column that names a row in files of predictions; rows are counted from 0 without one."""
     labels: Annotated[tuple[str, ...], NAMED] = ()
     """Names of the labels by number; for kind choice the names of the options."""
     label_range: Annotated[tuple[float, float] | None, OnlyIf("kind", "regression")] = None
@@ -264,7 +264,7 @@ class EvalTaskConfig:
     """Split to score; null scores task.validations. A split without labels is only predicted."""
     predictions: OutFolder | None = None
     """Folder for the predictions, in the form of a submission; null writes none, unless the split has
-    no labels: then predictions beside `out`."""
+    no labels: then predictions next to `out`."""
     batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens per micro-batch on each rank; more of shorter ones. No score depends on
     it."""

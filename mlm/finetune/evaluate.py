@@ -7,18 +7,13 @@ from typing import Any
 
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.config.build import to_dict
-from mlm.convert.source import Checkpoint
+from mlm.convert.source import Checkpoint, Source
 from mlm.finetune.chat import Preferences
-from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig, TaskConfig
+from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
 from mlm.finetune.registry import check_installed, task_type
-from mlm.finetune.results import DATA_COLUMNS, DATA_PATH, resolve_best
-from mlm.finetune.scoring import (
-    ScoredSplit,
-    Scorer,
-    one_label_warning,
-    prediction_files,
-)
+from mlm.finetune.results import BAD_ROWS, DATA_COLUMNS, DATA_PATH, resolve_best
+from mlm.finetune.scoring import Scorer, one_label_warning, prediction_files
 from mlm.finetune.splits import TaskSplit, held_out_part, read_split
 from mlm.inference.trained import load_trained, open_for_layout, result_identity
 from mlm.parallel.mesh import ParallelContext
@@ -39,7 +34,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     try:
         source = open_for_layout(config.ckpt, config.parallel)
         check_installed(config.task)
-        start = read_start(config, source)
+        start = start_of(config, source)
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
@@ -59,6 +54,13 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         names = [file for name in splits(config) for file in prediction_files(task, name)]
         problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return problems
+
+
+def start_of(config: EvalTaskConfig, source: Source | None = None) -> Start:
+    """Read what `ckpt` names, but no tensor; of a run's own rows those are left out that it left out."""
+    start = read_start(config, source)
+    left_out = config.data.path is None and saved_state(start).get(BAD_ROWS) == "skip"
+    return replace(start, skips=start.skips or left_out)
 
 
 def saved_state(start: Start) -> dict[str, Any]:
@@ -122,23 +124,42 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
 
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
-    begin, start, task = time.monotonic(), read_start(config), config.task
+    begin, start, task = time.monotonic(), start_of(config), config.task
     trained = load_trained(start.source, config.parallel, config.precision, ctx)
     scorer = Scorer.of(trained.model, task, batch_size=config.batch_size, max_length=start.max_length)
     out = result_path(config, start)
-    place = result_path(replace(config, out=None), start) if is_stream(out) else out
+    result_file = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []
     for name in splits(config):
         tokenized = tokenize_split(task, split_of(config, name, start), start)
-        folder = None if tokenized.split.has_labels else place.parent / "predictions"
+        folder = None if tokenized.split.has_labels else result_file.parent / "predictions"
         if config.predictions is not None:
             folder = Path(config.predictions)
         scores.append(scorer.score_and_write(tokenized, folder))
     if not ctx.is_main:
         return
+    results, standard_errors = [], task_type(task.kind).standard_errors
+    for scored in scores:
+        split, tokenized = scored.tokenized.split, scored.tokenized
+        errors = standard_errors(task, split.rows, scored.predictions) if split.has_labels else {}
+        results.append(
+            {
+                "split": split.name,
+                "data": split.source,
+                "rows": len(split),
+                "digest": split.digest,
+                "has_labels": split.has_labels,
+                "metrics": scored.metrics,
+                "standard_errors": errors,
+                "truncated": tokenized.truncated,
+                "notes": tokenized.notes(),
+                "max_length": tokenized.max_length,
+                "predictions": list(scored.files),
+            }
+        )
     result = {
         "task": task.name,
-        "results": [split_result(task, scored) for scored in scores],
+        "results": results,
         "task_settings": to_dict(task),
         **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
         "finetuned_on": saved_state(start).get("depends_on", {}),
@@ -158,28 +179,15 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         console().print(f"the result there before: {one_line(aside)}")
 
 
-def split_result(task: TaskConfig, scored: ScoredSplit) -> dict[str, Any]:
-    split, tokenized = scored.tokenized.split, scored.tokenized
-    return {
-        "split": split.name,
-        "data": split.source,
-        "rows": len(split),
-        "digest": split.digest,
-        "has_labels": split.has_labels,
-        "metrics": scored.metrics,
-        "truncated": tokenized.truncated,
-        "notes": tokenized.notes(),
-        "max_length": tokenized.max_length,
-        "predictions": list(scored.files),
-    }
-
-
 def show_table(result: dict[str, Any], out: Path) -> None:
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
-    grid = table(title, "split", "rows#", "metric", "value#")
+    grid = table(title, "split", "rows#", "metric", "value#", "stderr#")
     for entry in result["results"]:
-        rows = [(name, f"{value:.4f}") for name, value in entry["metrics"].items()]
-        for row in rows or [("no labels: predicted only", "")]:
+        errors = {
+            name: f"{error:.4f}" for name, error in entry["standard_errors"].items() if error is not None
+        }
+        rows = [(name, f"{x:.4f}", errors.get(name, "")) for name, x in entry["metrics"].items()]
+        for row in rows or [("no labels: predicted only", "", "")]:
             add_row(grid, entry["split"], f"{entry['rows']:,}", *row)
     screen = console()
     screen.print(grid)

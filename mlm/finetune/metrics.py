@@ -20,8 +20,6 @@ EXTRA, NEEDS = "finetune", "the metrics of task"
 
 
 def _of_labels(name: str, **options: Any) -> Metric:
-    """Return a metric of scikit-learn."""
-
     def metric(labels: Values, values: Values) -> float:
         sklearn = load_extra("sklearn.metrics", NEEDS, EXTRA)
         return float(getattr(sklearn, name)(labels, values, **options))

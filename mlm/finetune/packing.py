@@ -77,16 +77,16 @@ class Packer(Batcher):
         tokens = np.zeros((len(sequences), width), dtype=np.int64)
         labels, ends = np.full_like(tokens, IGNORE_INDEX), np.zeros(tokens.shape, dtype=bool)
         for row, pack in enumerate(sequences):
-            place = 0
+            start = 0
             for n in pack:
                 target = examples[n].label
                 targets = target.texts if isinstance(target, PairLabel) else (target,)
                 for text, label in zip(examples[n].texts, targets, strict=True):
-                    tokens[row, place : place + len(text)] = text.tokens
+                    tokens[row, start : start + len(text)] = text.tokens
                     if units:
-                        labels[row, place : place + len(text)] = label
-                    place += len(text)
-                    ends[row, place - 1] = True
+                        labels[row, start : start + len(text)] = label
+                    start += len(text)
+                    ends[row, start - 1] = True
         return PackedBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mlm.checkpoint.native.format import RESTORE
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.checkpoint.native.run_state import as_strings as strings
@@ -14,7 +16,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.registry import check_task, task_type
 from mlm.finetune.rows import RowError, TaskRow
-from mlm.finetune.scoring import Scorer, label_probabilities
+from mlm.finetune.scoring import Scorer
 from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.inference.trained import LoadedModel
 from mlm.models.family import family_of
@@ -43,10 +45,13 @@ def predict(trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, 
     predictions = scorer.predict(tokenized)
     if not task_type(task.kind).gives_probabilities:
         return [prediction.value for prediction in predictions]
-    return [
-        {"label": task.labels[int(p.value)], "probabilities": label_probabilities(task, p)}
-        for p in predictions
-    ]
+    answers = []
+    for prediction in predictions:
+        scores = np.array(prediction.scores, dtype=np.float64)
+        weights = np.exp(scores - scores.max())
+        probabilities = dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
+        answers.append({"label": task.labels[int(prediction.value)], "probabilities": probabilities})
+    return answers
 
 
 def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
@@ -68,7 +73,7 @@ def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
         raise ConfigError(problems)
     kind = task_type(task.kind)
     if (kind.head, kind.num_labels(task)) != (model.head, model.num_labels):
-        raise CorruptFileError(f"{trained.path}: its head is not that of its task {task.name}. {RESTORE}")
+        raise CorruptFileError(f"{trained.path}: its head does not fit its task {task.name}. {RESTORE}")
     return replace(task, allow_empty=True)
 
 
@@ -99,7 +104,20 @@ def split_of(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
     """Return the rows as a split without labels. Raises UserError for one that the task cannot read."""
     kind, parsed = task_type(task.kind), list[TaskRow]()
     for number, row in enumerate(rows):
-        record = record_of(task, row, number)
+        values = (row,) if isinstance(row, str) else row
+        if isinstance(row, Mapping):
+            record = {key: value for key, value in row.items() if key != task.label}
+        elif not isinstance(values, tuple):
+            raise TypeError(
+                f"texts[{number}]: {type_of(row)}; give a text, a tuple of texts, or a dict by column"
+            )
+        elif len(values) != len(task.columns):
+            raise UserError(
+                f"texts[{number}]: {len(values)} of the task's columns; give a tuple or a dict of "
+                f"{', '.join(task.columns)}"
+            )
+        else:
+            record = dict(zip(task.columns, values, strict=True))
         try:
             parsed.append(kind.parse(task, record, str(number)))
         except RowError as error:
@@ -108,24 +126,7 @@ def split_of(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
         name="texts",
         source="texts",
         rows=parsed,
-        places=[f"texts[{number}]" for number in range(len(parsed))],
+        locations=[f"texts[{number}]" for number in range(len(parsed))],
         digest="",
         has_labels=False,
     )
-
-
-def record_of(task: TaskConfig, row: Any, number: int) -> dict[str, Any]:
-    """Return a row as a record by column, without a label. Raises UserError."""
-    if isinstance(row, Mapping):
-        return {key: value for key, value in row.items() if key != task.label}
-    values = (row,) if isinstance(row, str) else row
-    if not isinstance(values, tuple):
-        raise TypeError(
-            f"texts[{number}]: {type_of(row)}; give a text, a tuple of texts, or a dict by column"
-        )
-    if len(values) != len(task.columns):
-        raise UserError(
-            f"texts[{number}]: {len(values)} of the task's columns; give a tuple or a dict of "
-            f"{', '.join(task.columns)}"
-        )
-    return dict(zip(task.columns, values, strict=True))

@@ -22,7 +22,6 @@ TASK_TYPES = dict(zip(SHIPPED, (CLASSIFICATION, REGRESSION, CHOICE, SPAN, CHAT, 
 
 
 def task_type(kind: str) -> TaskType:
-    """Return the type of task that `task.kind` names. Raises UserError."""
     custom = imported("task.kind", kind, SHIPPED, TaskType)
     return TASK_TYPES[kind] if custom is None else custom
 

@@ -30,6 +30,8 @@ DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
 DATA_COLUMNS = "data.columns"
 """Key in the state of the names of columns in these rows, by ours."""
+BAD_ROWS = "data.bad_rows"
+"""Key in the state of what was done with rows that cannot be read or rendered."""
 BASE = "base"
 """Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
 
@@ -69,7 +71,7 @@ class Progress:
         try:
             return from_dict(cls, state[FINETUNING]["progress"])
         except (KeyError, TypeError, ValueError) as error:
-            problem = f"{checkpoint}: its state is not that of a finetuning run ({error!r})"
+            problem = f"{checkpoint}: its state is not a finetuning run's ({error!r})"
             raise CorruptFileError(problem) from error
 
 
@@ -130,7 +132,6 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
 
 
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
-    """Print the table, and write the medians of several seeds to out/result.json. Raises UserError."""
     several = len(results) > 1
     lines: list[tuple[object, Scores, object]] = [
         (result.seed, {**result.scores, **result.tests}, result.best_step) for result in results

@@ -1,6 +1,5 @@
 """A row of a task, and checks of the fields of a record. Errors are raised without the record's place."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ def read_texts(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[st
 
 
 def present(record: Mapping[str, Any], column: str) -> Any:
-    """Return the value in a column. Raises MissingColumnError."""
     if column not in record:
         known = ", ".join(one_line(key)[:40] for key in list(record)[:20]) or "none"
         raise MissingColumnError(f"no column '{column}' (those there: {known}): set task.columns, or add it")
@@ -87,27 +85,6 @@ def parse_label(task: TaskConfig, value: Any) -> int | None:
         raise RowError(
             f"{task.label}={shown(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
             f"or set task.labels"
-        )
-    return number
-
-
-def parse_number_label(task: TaskConfig, value: Any) -> float | None:
-    """Return a numeric label; None without one. Raises RowError."""
-    if value is None or value == "":
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RowError(f"{task.label}={shown(value)} is no number: fix or delete it")
-    if task.label_range is not None and not task.label_range[0] <= number <= task.label_range[1]:
-        if number == NO_LABEL:
-            return None
-        low, high = task.label_range
-        raise RowError(
-            f"{task.label}={shown(value)} is not in {low:g} to {high:g}: fix or delete it, "
-            f"or set task.label_range"
         )
     return number
 

@@ -152,9 +152,9 @@ class Scorer:
         for example, output in zip(examples, outputs, strict=True):
             if not np.isfinite(output).all():
                 precision = next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype)
-                place = split.places[example.row]  # the first; rows are not to blame
+                location = split.locations[example.row]  # the first; rows are not to blame
                 raise CheckFailedError(
-                    f"the model's outputs of {place} are not finite in precision={precision}{NOT_FINITE}"
+                    f"the model's outputs of {location} are not finite in precision={precision}{NOT_FINITE}"
                 )
         kind, predictions = task_type(self.task.kind), list[Prediction]()
         for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
@@ -213,13 +213,6 @@ def one_label_warning(task: TaskConfig, split: TaskSplit, predictions: Sequence[
         f"warning: all {len(labels):,} rows of {split.name} are predicted {task.labels[int(value)]}, the "
         f"label of {labels.count(value) / len(labels):.0%}; train longer, or with another optimizer.lr"
     )
-
-
-def label_probabilities(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
-    """Return the softmax of a prediction's scores, in float64, by the name of the label."""
-    outputs = np.array(prediction.scores, dtype=np.float64)
-    weights = np.exp(outputs - outputs.max())
-    return dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
 
 
 def write_predictions(

@@ -15,6 +15,7 @@ from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA
 from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
+from mlm.inference.scoring import mean_stderr
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
@@ -164,6 +165,12 @@ class SpanTask(TaskType):
     ) -> dict[str, float]:
         scores = scores_by_question(task, rows, predictions)
         return {name: float(scores[name].mean()) for name in task.metrics if scores[name].size}
+
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
+    ) -> dict[str, float | None]:
+        scores = scores_by_question(task, rows, predictions)
+        return {name: mean_stderr(scores[name].tolist()) for name in task.metrics}
 
 
 def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:

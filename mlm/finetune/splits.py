@@ -39,7 +39,7 @@ class TaskSplit:
     source: str
     """The folder or file, or the Hub dataset."""
     rows: Sequence[TaskRow]
-    places: Sequence[str]
+    locations: Sequence[str]
     """Location of each row: file:line."""
     digest: str
     """Digest of the rows, in any file format, as `xxh3:<hex>`."""
@@ -55,7 +55,9 @@ class TaskSplit:
 
     def select(self, numbers: Sequence[int]) -> "TaskSplit":
         """Return the split with these rows alone, and the digest of all."""
-        return replace(self, rows=[self.rows[n] for n in numbers], places=[self.places[n] for n in numbers])
+        return replace(
+            self, rows=[self.rows[n] for n in numbers], locations=[self.locations[n] for n in numbers]
+        )
 
 
 def read_split(
@@ -74,11 +76,11 @@ def read_split(
     others; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
-    rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, unread, others, number = list[RowProblem](), list[RowProblem](), 0, -1
+    rows, locations, earlier = list[TaskRow](), list[str](), Counter[str]()
+    problems, skipped, others, number = list[RowProblem](), list[RowProblem](), 0, -1
     renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
-    for place, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
+    for location, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # a record without the column is reported by parsing
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
             others += 1
@@ -90,14 +92,14 @@ def read_split(
             record, change = standard_form(record, task.columns) if kind.is_chat else (record, "")
             row = kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1))
             rows.append(replace(row, changes=(*row.changes, *filter(None, (renamed, change)))))
-            places.append(place)
+            locations.append(location)
             if rows[-1].label is None:
-                problems.append((place, unlabelled))
+                problems.append((location, unlabelled))
         except RowError as error:
-            (unread if skips else problems).append((place, error))
+            (skipped if skips else problems).append((location, error))
     has_labels = any(row.label is not None for row in rows)
     if rows and not has_labels:
-        problems = [(place, error) for place, error in problems if error is not unlabelled]
+        problems = [(location, error) for location, error in problems if error is not unlabelled]
         if split in (task.train, *task.validations):
             fix = "set task.label, or give a file with labels"
             missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
@@ -106,12 +108,16 @@ def read_split(
         name=split,
         source=source,
         rows=rows,
-        places=places,
+        locations=locations,
         digest=digest_rows(rows),
         has_labels=has_labels,
-        skipped=unread,
+        skipped=skipped,
     )
-    raise_problems([*problems, *check(task_split)])
+    if lines := problem_lines([*problems, *check(task_split)]):
+        unread = [error for _, error in problems if error is not unlabelled]
+        if unread and not skips and not isinstance(unread[0], MissingColumnError):
+            lines[-1] += "; data.bad_rows=skip leaves such rows out"
+        raise ConfigError(lines)
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
@@ -140,11 +146,6 @@ def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskS
     return replace(part, digest=digest_rows(part.rows), note=note)
 
 
-def raise_problems(problems: RowProblems) -> None:
-    if lines := problem_lines(problems):
-        raise ConfigError(lines)
-
-
 def problem_lines(problems: RowProblems) -> list[str]:
     """Return the first problems of rows and their locations, and the number of the others.
 
@@ -152,10 +153,10 @@ def problem_lines(problems: RowProblems) -> list[str]:
     """
     missing = Counter(str(error) for _, error in problems if isinstance(error, MissingColumnError))
     lines = list[str]()
-    for place, error in problems:
+    for location, error in problems:
         count = missing.get(str(error), 1)
         if count:
-            lines.append(f"{place}: {error}" + (f" ({count - 1:,} more rows)" if count > 1 else ""))
+            lines.append(f"{location}: {error}" + (f" ({count - 1:,} more rows)" if count > 1 else ""))
         if str(error) in missing:
             missing[str(error)] = 0
     if more := len(lines[MAX_PROBLEMS:]):
@@ -235,14 +236,15 @@ def tokenize(
     problems = list[RowProblem]()
     for result in kind.make_examples(task, split.rows, tokenizer, special_tokens):
         if isinstance(result, ExampleError):
-            problems.append((split.places[result.row], result))
+            problems.append((split.locations[result.row], result))
             continue
         examples_of_row, was_truncated = result
         examples += examples_of_row
         truncated += was_truncated
         excluded_samples += not examples_of_row
-    if not (skips and kind.is_chat):  # other rows have a prediction each
-        raise_problems(problems)
+    # only conversations may be left out: rows of other types have a prediction each
+    if problems and not (skips and kind.is_chat):
+        raise ConfigError(problem_lines(problems))
     return TokenizedSplit(
         split=split,
         examples=examples,
@@ -276,13 +278,13 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
 def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
     """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
     unseen, known = set(columns.values()), dict[str, None]()
-    for place, record in rows:
+    for location, record in rows:
         if columns:
             unseen -= record.keys()
             known |= dict.fromkeys(record)
             rest = {name: value for name, value in record.items() if name not in columns.values()}
             record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
-        yield place, record
+        yield location, record
     if unseen:
         choices = ", ".join(one_line(name)[:40] for name in list(known)[:20])
         problem = f"{source} has no column {', '.join(sorted(unseen))}: use {choices}"
@@ -323,8 +325,8 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     ]
     choices = [files for files in files_by_form if files]
     if len(choices) > 1:
-        places = " and ".join(str(files[0]) for files in choices[:2])
-        raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
+        locations = " and ".join(str(files[0]) for files in choices[:2])
+        raise UserError(f"{KEY}: both {locations} hold the split {name}: name one of them, or delete one")
     files = choices[0] if choices else []
     shards = {int(total[1]) for file in files if (total := re.search(r"-\d+-of-(\d+)", file.name))}
     if shards and shards != {len(files)}:
@@ -344,7 +346,6 @@ def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
 
 
 def read_file(file: Path) -> Iterator[Located]:
-    """Yield the records of a file. Raises UserError, CorruptFileError."""
     if file.suffix != ".txt":
         return squad_records(file) if form_of(file) == ".json" else read_records(file)
     text = read_input_text(file)
@@ -360,13 +361,13 @@ def squad_records(file: Path) -> Iterator[Located]:
 
     Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. Raises UserError.
     """
-    for number, (place, article) in enumerate(read_records(file), 1):
+    for number, (location, article) in enumerate(read_records(file), 1):
         if "paragraphs" not in article:
-            yield place, article
+            yield location, article
             continue
-        place = f"{file}:article {number}"
-        for at, paragraph in enumerate(members(article["paragraphs"], place, "paragraphs"), 1):
-            here = f"{place} paragraph {at}"
+        location = f"{file}:article {number}"
+        for at, paragraph in enumerate(members(article["paragraphs"], location, "paragraphs"), 1):
+            here = f"{location} paragraph {at}"
             for index, qa in enumerate(members(paragraph.get("qas"), here, "qas"), 1):
                 record = {**qa, "context": paragraph.get("context"), "title": article.get("title")}
                 yield f"{here} question {index}", record
@@ -392,8 +393,7 @@ def race_records(file: str, content: Any) -> Iterator[Located]:
         yield f"{file}:question {number}", record
 
 
-def members(value: Any, place: str, name: str) -> list[Record]:
-    """Return a list of objects. Raises UserError."""
+def members(value: Any, location: str, name: str) -> list[Record]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise UserError(f"{place}: has no list of objects under '{name}', as SQuAD's files have: fix it")
+        raise UserError(f"{location}: has no list of objects under '{name}', as SQuAD's files have: fix it")
     return value

@@ -137,6 +137,12 @@ class TaskType(ABC):
         with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
+    ) -> dict[str, float | None]:
+        """Return the standard errors of the scores that are means over rows, as lm-eval's `mean_stderr`."""
+        return {}
+
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the names of the files of a split's predictions."""
         return [f"{stem}.json"]
@@ -148,7 +154,6 @@ class TaskType(ABC):
 
 
 def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
-    """Return a prediction as it is submitted."""
     value = prediction.value
     if isinstance(value, float):
         low, high = task.label_range or (value, value)

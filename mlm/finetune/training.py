@@ -22,7 +22,7 @@ from mlm.config.build import config_digest, from_dict
 from mlm.config.fields import exact
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
+from mlm.finetune.batches import Batcher, ExampleOrder, TaskBatch, make_batcher
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import (
@@ -39,6 +39,7 @@ from mlm.finetune.inputs import (
 from mlm.finetune.packing import Packer, PairLoss, set_reference
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import (
+    BAD_ROWS,
     BASE,
     DATA_COLUMNS,
     DATA_PATH,
@@ -133,7 +134,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     def read_results() -> list[Any]:
         if not ctx.is_main:  # one rank reads: two might see different things on a shared disk
             return []
-        settings = [depends_on(one, start, splits) for one in configs]
+        settings = [depends_on(seed_config, start, splits) for seed_config in configs]
         results = [finished(*pair) for pair in zip(configs, settings, strict=True)]
         return [[s, result and asdict(result)] for s, result in zip(settings, results, strict=True)]
 
@@ -183,7 +184,7 @@ class FinetuneLoop(Loop):
 
     config: FinetuneConfig
     material: Material
-    order: Order
+    order: ExampleOrder
     batcher: Batcher
     progress: Progress
     rows: int = field(default=0, init=False)
@@ -208,12 +209,12 @@ class FinetuneLoop(Loop):
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[list[TaskBatch]]]:
-        yield map(self.micro_batches, count(self.trainer.step))
-
-    def micro_batches(self, step: int) -> list[TaskBatch]:
-        examples, numbers = self.material.train.examples, self.order.batch(step).tolist()
+        examples = self.material.train.examples
         # the low bits hold a sample's position in the step: all numbers differ
-        return self.batcher.micro_batches(examples, numbers, step << 32)
+        yield (
+            self.batcher.micro_batches(examples, self.order.batch(step).tolist(), step << 32)
+            for step in count(self.trainer.step)
+        )
 
     def count(self) -> None:
         numbers, examples = self.order.batch(self.trainer.step - 1), self.material.train.examples
@@ -265,11 +266,6 @@ class FinetuneLoop(Loop):
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
 
 
-def few_steps_warnings(steps: int) -> list[str]:
-    fix = "leave out train.epochs and train.global_batch_size, or set more epochs or smaller batches"
-    return [f"{steps} step{'s' * (steps > 1)} of training change little: {fix}"] if steps < FEW_STEPS else []
-
-
 def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
     assert config.train.global_batch_size, "set by fit_length"
@@ -305,7 +301,7 @@ def finetune(
     examples, size = material.train.examples, config.train.micro_batch_size
     assert config.train.epochs, "set by fit_length"
     assert config.train.global_batch_size
-    order = Order(
+    order = ExampleOrder(
         examples,
         batch_size=config.train.global_batch_size,
         sort_batches=1 if kind.is_chat else config.train.sort_batches,  # packed, not sorted
@@ -322,11 +318,14 @@ def finetune(
         compares = isinstance(objective, PairLoss) and objective.has_reference
         splits = [material.train, *material.validations]
         compared = [split.examples for split in splits] if compares else []
-        resumed_from, progress = load_start(trainer, config, settings, start, compared, batcher)
+        origin, progress = load_start(trainer, config, settings, start, compared, batcher)
         if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
             prepare_directory(config, start)
-        notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else start.notes
-        changed = [changes_line(each) for each in [trainer.ancestry.changed_at(trainer.step)] if each]
+        notes = [f"resuming from {origin} (step {trainer.step})"] if origin else start.notes
+        if changes := trainer.ancestry.changed_at(trainer.step):
+            notes = [*notes, changes_line(changes)]
+        fix = "leave out train.epochs and train.global_batch_size, or set more epochs or smaller batches"
+        few_steps = f"{steps} step{'s' * (steps > 1)} of training change little: {fix}"
         lengths = [len(text) for example in examples for text in example.texts]
         with training_session(
             trainer,
@@ -334,10 +333,10 @@ def finetune(
             header=header(config, trainer, start, len(examples)),
             record={
                 "config_digest": config_digest(config),
-                "resumed_from": resumed_from and str(resumed_from),
+                "resumed_from": origin and str(origin),
             },
-            notes=[*notes, *changed, *material.notes()],
-            warnings=few_steps_warnings(steps),
+            notes=[*notes, *material.notes()],
+            warnings=[few_steps] if steps < FEW_STEPS else [],
             peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
             tokens_per_step=0,  # differs from step to step: the loop counts
             seq_length=sum(lengths) // len(lengths),
@@ -382,6 +381,7 @@ def load_start(
         BASE: hub_id(config.ckpt) or start.source.config.name,
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
         DATA_COLUMNS: config.data.columns,
+        BAD_ROWS: config.data.bad_rows,
         "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()

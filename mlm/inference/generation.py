@@ -109,7 +109,12 @@ def continuations(
             if token in ends or is_full or (until is not None and until(text.index, text.new)):
                 ended.append(text)
                 yield text.index, None
-        reader.drop(active, ended)
+        # the last rows of the batch and of the cache take the places of ended texts
+        for text in ended:
+            row, last = active.index(text), active.pop()
+            if last is not text:
+                active[row] = last
+                reader.cache.move(len(active), row, last.read)
 
 
 def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
@@ -127,8 +132,8 @@ def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[i
 
 def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
     """Text before the first of `stops` that begins at the character `start` or later; all without."""
-    places = [place for stop in stops if (place := text.find(stop, start)) >= 0]
-    return text[: min(places, default=len(text))]
+    begins = [begin for stop in stops if (begin := text.find(stop, start)) >= 0]
+    return text[: min(begins, default=len(text))]
 
 
 @dataclass(eq=False)
@@ -186,14 +191,6 @@ class _Reader:
                 )
         return tokens
 
-    def drop(self, texts: list[_Text], ended: Sequence[_Text]) -> None:
-        """Remove ended sequences; the last rows move into their places."""
-        for text in ended:
-            row, last = texts.index(text), texts.pop()
-            if last is not text:
-                texts[row] = last
-                self.cache.move(len(texts), row, last.read)
-
     def _fill(self, texts: Sequence[_Text]) -> None:
         """Read all but the last token of the sequences that are not in the cache."""
         rows = [row for row, text in enumerate(texts) if not text.read and len(text.context) > 1]
@@ -238,9 +235,9 @@ class _Reader:
             if is_stopped:
                 tokens.fill_(STOPPED)
             elif self.ctx.tp.rank == 0:
-                numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
+                numbers, positions = [text.number for text in texts], [len(text.new) for text in texts]
                 full = [text.full for text in texts]
-                chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, full)
+                chosen = next_tokens(logits.cpu(), numbers, positions, self.options, self.ends, full)
                 tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
         broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1)

@@ -23,15 +23,15 @@ SHORT_LIST = 512
 """Tokens that top_p considers before it sorts the vocabulary, which takes fifty times as long."""
 
 
-def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """Draws in [0, 1) of sequences `numbers[b]` for their tokens at `places[b]`."""
-    return uniform(draw(draw(root(seed), np.array(numbers)), np.array(places)))
+def uniforms(seed: int, numbers: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Draws in [0, 1) of sequences `numbers[b]` for their tokens at `positions[b]`."""
+    return uniform(draw(draw(root(seed), np.array(numbers)), np.array(positions)))
 
 
 def next_tokens(
     logits: Tensor,
     numbers: Sequence[int],
-    places: Sequence[int],
+    positions: Sequence[int],
     options: Sampling,
     eod_id: int | Collection[int] | None,
     texts: Sequence[Sequence[int]] = (),
@@ -54,14 +54,16 @@ def next_tokens(
             repeats = {text[n + size - 1] for n in windows if text[n : n + size - 1] == start}
             if len(repeats) < len(row):
                 row[list(repeats)] = -math.inf
-    if (ends := list(end_tokens(eod_id))) and any(place < options.min_new_tokens for place in places):
-        early = torch.tensor([place < options.min_new_tokens for place in places])
+    if (ends := list(end_tokens(eod_id))) and any(
+        position < options.min_new_tokens for position in positions
+    ):
+        early = torch.tensor([position < options.min_new_tokens for position in positions])
         logits[early.nonzero(), torch.tensor(ends)] = -math.inf
     best = logits.argmax(-1)  # a NaN's, if there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist()
     if options.temperature:
-        chances = uniforms(options.seed, numbers, places).tolist()
+        chances = uniforms(options.seed, numbers, positions).tolist()
         tokens = [choose(row, chance, options) for row, chance in zip(logits, chances, strict=True)]
     choices = zip(tokens, peaks.isfinite().tolist(), strict=True)
     return [token if finite else NOT_FINITE for token, finite in choices]
@@ -85,17 +87,17 @@ def choose(logits: Tensor, chance: float, options: Sampling) -> int:
     p = torch.softmax(x, -1)
     if options.top_p < 1:
         for count in (min(SHORT_LIST, len(p)), len(p)):
-            largest, places = p.topk(count)
+            largest, indices = p.topk(count)
             before = largest.cumsum(-1) - largest  # mass of the better ones: none before the best
             enough = int((before < options.top_p).sum())
             if enough < count:
                 break
-        p, kept = largest[:enough], places[:enough]
+        p, kept = largest[:enough], indices[:enough]
         ids = kept if ids is None else ids[kept]
     if ids is not None:
         ids, order = ids.sort()
         p = p[order]
     sums = p.cumsum(-1)
-    place = int(torch.searchsorted(sums, chance * float(sums[-1]), right=True))
-    place = min(place, int(p.nonzero()[-1])) if place >= len(p) else place
-    return place if ids is None else int(ids[place])
+    index = int(torch.searchsorted(sums, chance * float(sums[-1]), right=True))
+    index = min(index, int(p.nonzero()[-1])) if index >= len(p) else index
+    return index if ids is None else int(ids[index])

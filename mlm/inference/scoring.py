@@ -12,6 +12,7 @@ Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Packed:
 
     tokens: Tensor
     """[B, S] int64."""
-    places: Tensor
+    positions: Tensor
     """[R] int64: s * B + b for row b's token s, whose successor is scored."""
     labels: Tensor
     """[R] int64: the successors."""
@@ -211,10 +212,10 @@ def score_groups(
     batches = [pack(requests, group, ctx.dp.rank, ctx.dp.size) for group in groups]
 
     def forward(chunk: Transformer, batch: Packed, x: Tensor | None) -> Tensor:
-        tokens, places, labels = (
-            to_device(t, ctx.device) for t in (batch.tokens, batch.places, batch.labels)
+        tokens, positions, labels = (
+            to_device(t, ctx.device) for t in (batch.tokens, batch.positions, batch.labels)
         )
-        return cast(GPT2, chunk).scores(tokens, places, labels, x)
+        return cast(GPT2, chunk).scores(tokens, positions, labels, x)
 
     table = torch.zeros(len(requests), 3, dtype=torch.float64)
     for batch, result in list(model.evaluate(batches, forward)):  # all are under way before the first is read
@@ -234,19 +235,19 @@ def pack(requests: Sequence[Request], group: Sequence[Reading], rank: int, size:
     rows = shard or group[:1]
     longest = max(len(requests[reading[0]].tokens) for reading in rows) - 1
     tokens = np.zeros((len(rows), longest), dtype=np.int64)
-    places, labels, parts, end = [], [], [], 0
+    positions, labels, parts, end = [], [], [], 0
     for b, reading in enumerate(rows):
         text = requests[reading[0]].tokens[:-1]
         tokens[b, : len(text)] = text
         for number in reading:
             request = requests[number]
-            places.append(np.arange(request.first - 1, len(text)) * len(rows) + b)
+            positions.append(np.arange(request.first - 1, len(text)) * len(rows) + b)
             labels.append(request.tokens[request.first :])
             begin, end = end, end + len(labels[-1])
             parts.append((number, slice(begin, end)))
     return Packed(
         torch.from_numpy(tokens),
-        torch.from_numpy(np.concatenate(places)),
+        torch.from_numpy(np.concatenate(positions)),
         torch.from_numpy(np.concatenate(labels).astype(np.int64)),
         tuple(parts) if shard else (),
     )
@@ -267,3 +268,15 @@ def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator
     for begin in range(length, len(tokens), length):
         end = min(begin + length, len(tokens))
         yield request_after(tokens[end - length - 1 : begin], tokens[begin:end])
+
+
+def mean_stderr(values: Sequence[float]) -> float | None:
+    """Standard error of a mean: the sample's deviation (over n - 1) over sqrt(n); None for n < 2.
+
+    For zeros and ones of mean p this is sqrt(p (1 - p) / (n - 1)), as in lm_eval/api/metrics.py.
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    centre = math.fsum(values) / n
+    return math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (n - 1) / n)

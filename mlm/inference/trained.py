@@ -36,7 +36,7 @@ class LoadedModel:
     model: PipelinedModel
     source: Source
     manifest: Manifest
-    """Of a model folder, one made up for it: step 0, and the digest of its files."""
+    """For a model folder a substitute with step 0 and the digest of its files."""
 
     @property
     def config(self) -> PretrainConfig:

@@ -36,7 +36,7 @@ class DoctorConfig:
     """The run spec of `mlm doctor`: the hosts, disks and network of a run, before it."""
 
     out: ResultFile | None = None
-    """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
+    """JSON file for the result. Its disk is checked; null checks the disk of the
     working folder."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)

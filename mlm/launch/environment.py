@@ -22,8 +22,8 @@ FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns p
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Position of a rank among all ranks and among those of its host, and the address of the rendezvous."""
+class RankPosition:
+    """Position of a rank among all ranks and among its host's, and the address of the rendezvous."""
 
     rank: int
     world_size: int
@@ -63,14 +63,14 @@ def by_srun(environ: Mapping[str, str]) -> bool:
     return in_step and "SLURM_PROCID" in environ and _number(environ, _slurm_tasks_key(environ), 1) > 1
 
 
-def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
+def read_rank_position(environ: Mapping[str, str]) -> RankPosition | None:
     """Return this process's position; None if no launcher started it as a rank.
 
     Raises UserError for a variable that is missing, no number or impossible.
     """
     if by_torchrun(environ):
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        place = RankPlace(
+        position = RankPosition(
             rank=rank,
             world_size=world_size,
             local_rank=_number(environ, "LOCAL_RANK", rank),
@@ -78,17 +78,23 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
             master_addr=_text(environ, "MASTER_ADDR"),
             master_port=_number(environ, "MASTER_PORT"),
         )
-        return _possible(place, "LOCAL_WORLD_SIZE")
+        return _possible(position, "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
     tasks = _slurm_tasks_key(environ)
+    # tasks by host, such as `8(x63),4`
+    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    tasks_here = counts[min(_number(environ, "SLURM_NODEID", 0), len(counts) - 1)] if counts else 1
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
-    place = RankPlace(
+    position = RankPosition(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_number(environ, tasks, 1),
         local_rank=_number(environ, "SLURM_LOCALID"),
-        local_world_size=_slurm_tasks_here(environ),
+        local_world_size=tasks_here,
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
         # Equal on all ranks without communication, and different for jobs that share a host.
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
@@ -97,33 +103,33 @@ def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         variables=("SLURM_PROCID", tasks),
         job=f"{job}.{step}",
     )
-    return _possible(place, "SLURM_TASKS_PER_NODE")
+    return _possible(position, "SLURM_TASKS_PER_NODE")
 
 
-def _possible(place: RankPlace, local_world_size: str) -> RankPlace:
+def _possible(position: RankPosition, local_world_size: str) -> RankPosition:
     """Return the position if it can be one; `local_world_size` names a variable. Raises UserError."""
-    rank, world_size = place.variables
-    if place.rank >= place.world_size:
+    rank, world_size = position.variables
+    if position.rank >= position.world_size:
         raise UserError(
-            f"{rank}={place.rank} in the environment is not below {world_size}={place.world_size}: "
+            f"{rank}={position.rank} in the environment is not below {world_size}={position.world_size}: "
             "correct or unset them"
         )
-    if place.local_world_size < 1:
-        raise UserError(f"{local_world_size}={place.local_world_size} in the environment: use 1 or more")
-    if not 0 < place.master_port < 65536:
-        raise UserError(f"MASTER_PORT={place.master_port} in the environment: use 1 to 65535")
-    return place
+    if position.local_world_size < 1:
+        raise UserError(f"{local_world_size}={position.local_world_size} in the environment: use 1 or more")
+    if not 0 < position.master_port < 65536:
+        raise UserError(f"MASTER_PORT={position.master_port} in the environment: use 1 to 65535")
+    return position
 
 
-def place_variables(place: RankPlace) -> dict[str, str]:
+def position_variables(position: RankPosition) -> dict[str, str]:
     """Return the variables that torch's `env://` rendezvous and other libraries read."""
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "RANK": str(position.rank),
+        "WORLD_SIZE": str(position.world_size),
+        "LOCAL_RANK": str(position.local_rank),
+        "LOCAL_WORLD_SIZE": str(position.local_world_size),
+        "MASTER_ADDR": position.master_addr,
+        "MASTER_PORT": str(position.master_port),
     }
 
 
@@ -148,10 +154,10 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
 
     OMP_NUM_THREADS is `threads` (`num_threads`); other variables that the user has set are kept.
     """
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun: a failed collective ends its rank
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun: a failed collective ends its rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
-    kept = {key: value for key, value in ours.items() if key not in base}
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
+    kept = {key: value for key, value in variables.items() if key not in base}
     return kept | {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
 
 
@@ -162,15 +168,6 @@ def import_path() -> str:
 
 def _slurm_tasks_key(environ: Mapping[str, str]) -> str:
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-
-
-def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Return the tasks on this host, from a list over hosts such as `8(x63),4`."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts[min(_number(environ, "SLURM_NODEID", 0), len(counts) - 1)] if counts else 1
 
 
 def _text(environ: Mapping[str, str], key: str) -> str:

@@ -68,7 +68,6 @@ class ProcessEnd:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Return the record of an exception that ended a rank."""
     is_user_error = isinstance(error, UserError)
     return Failure(
         rank=rank,
@@ -143,13 +142,13 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
 
     One file per rank in `folder`, or in torch's default: pickles, which `torchfrtrace` reads.
     """
-    ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(base):
-        ours["TORCH_FR_BUFFER_SIZE"] = "2000"
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"
     paths = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # since torch 2.9, and before
     if folder is not None and not set(paths) & set(base):
-        ours |= dict.fromkeys(paths, str(folder / "nccl-rank-"))
-    return {key: value for key, value in ours.items() if key not in base}
+        variables |= dict.fromkeys(paths, str(folder / "nccl-rank-"))
+    return {key: value for key, value in variables.items() if key not in base}
 
 
 def save_failure(failure: Failure, folder: Path) -> None:
@@ -220,8 +219,8 @@ def report(
     if lost and lost[0].names_peer:
         unheard = sorted(set(range(world_size)) - recorded - {end.rank for end in ends})
         if unheard:
-            place = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
-            reason = f"{name_ranks(unheard)} waited for nobody: look there first{place}"
+            folder = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
+            reason = f"{name_ranks(unheard)} waited for nobody: look there first{folder}"
         else:
             reason = "every rank was waiting, so they disagree about what comes next"
         waits = [failure.text for failure in lost[1 : 1 + MAX_LINES] if not unheard]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as distributed
 
 from mlm.launch.config import DistConfig
-from mlm.launch.environment import RankPlace, place_variables, read_rank_place
+from mlm.launch.environment import RankPosition, position_variables, read_rank_position
 from mlm.launch.process import ALONE, init_world, rank_device
 from mlm.launch.rendezvous import START_S, rendezvous_store
 from mlm.parallel.mesh import ParallelContext
@@ -44,26 +44,26 @@ def build_mesh(
     for key, size in (("tp", tp), ("pp", pp), ("cp", cp)):
         if not isinstance(size, Integral):
             raise UserError(f"{key}={size!r}: {type_of(size)}, not an integer; pass 1 or more")
-    place = _place()
+    position = _rank_position()
     ranks = tp * pp * cp
-    if min(tp, pp, cp) < 1 or place.world_size % ranks:
+    if min(tp, pp, cp) < 1 or position.world_size % ranks:
         more = "" if cp == 1 else f" cp={cp}"
         plain = f"use tp=1 pp=1{' cp=1' if more else ''}"
         raise UserError(
-            f"tp={tp} pp={pp}{more}: does not divide world_size={place.world_size}",
+            f"tp={tp} pp={pp}{more}: does not divide world_size={position.world_size}",
             keys=("tp", "pp", "cp"),
             fix=f"start {ranks} ranks (torchrun --nproc-per-node {ranks} …), or {plain}"
             if ranks > 1
             else plain,
         )
-    own = _rank_device(device, place)
-    if place.world_size == 1:
+    own = _rank_device(device, position)
+    if position.world_size == 1:
         return ParallelContext(device=own)
     if not distributed.is_initialized():
-        os.environ.update(place_variables(place))  # SLURM sets others
-        init_world(place, rendezvous_store(place, timeout_s), own, max(START_S, timeout_s))
+        os.environ.update(position_variables(position))  # SLURM sets others
+        init_world(position, rendezvous_store(position, timeout_s), own, max(START_S, timeout_s))
         atexit.register(_destroy_groups)
-    dp = place.world_size // ranks
+    dp = position.world_size // ranks
     return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
 
 
@@ -73,7 +73,7 @@ def _destroy_groups() -> None:
         distributed.destroy_process_group()
 
 
-def _rank_device(device: str | torch.device, place: RankPlace) -> torch.device:
+def _rank_device(device: str | torch.device, position: RankPosition) -> torch.device:
     devices = ("auto", "cpu", "cuda")
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device: {type_of(device)}, not one of {', '.join(devices)}")
@@ -82,18 +82,18 @@ def _rank_device(device: str | torch.device, place: RankPlace) -> torch.device:
         raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(devices)}")])
     if name == "auto" and distributed.is_initialized():
         name = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    own = rank_device(DistConfig(device=name), place)  # type: ignore[arg-type]
+    own = rank_device(DistConfig(device=name), position)  # type: ignore[arg-type]
     if name == "cuda" and index not in (None, own.index):
         fix = "use device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
         raise ConfigError([Problem.at("device", str(device), f"this rank's is {own}", fix)])
     return own
 
 
-def _place() -> RankPlace:
-    launched = read_rank_place(os.environ)
+def _rank_position() -> RankPosition:
+    launched = read_rank_position(os.environ)
     if not distributed.is_initialized():
         return launched or ALONE
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if launched is not None and (launched.rank, launched.world_size) == (rank, size):
         return launched
-    return RankPlace(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)
+    return RankPosition(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from mlm.launch.environment import RankPlace
+from mlm.launch.environment import RankPosition
 from mlm.util.errors import UserError
 
 LOOPBACK = "127.0.0.1"
@@ -27,7 +27,7 @@ def check_interface(environ: Mapping[str, str]) -> None:
             )
 
 
-def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
+def check_addresses(position: RankPosition, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
     """Raise UserError if MASTER_ADDR does not resolve, or other hosts cannot find this one over gloo.
 
     Without GLOO_SOCKET_IFNAME, gloo offers the address that this host's own name resolves to, and falls back
@@ -35,22 +35,22 @@ def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: flo
     """
     check_interface(environ)
     own = socket.gethostname()
-    master = place.master_addr
-    setting = f"SLURM_JOB_NODELIST={place.nodes}" if place.nodes else f"MASTER_ADDR={master}"
+    master = position.master_addr
+    setting = f"SLURM_JOB_NODELIST={position.nodes}" if position.nodes else f"MASTER_ADDR={master}"
 
     addresses = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
     if not addresses:
-        name = f"its first host, {master}" if place.nodes else "this name"
+        name = f"its first host, {master}" if position.nodes else "this name"
         raise UserError(
             f"{setting}: host {own} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
             "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
         )
-    one_host = place.local_world_size == place.world_size or all(map(_is_loopback, addresses))
+    one_host = position.local_world_size == position.world_size or all(map(_is_loopback, addresses))
     if one_host or environ.get(INTERFACE):
         return
-    ours = _addresses(own, 0.0)
-    if all(map(_is_loopback, ours)):
-        what = f"resolves to {ours[0]} only" if ours else "does not resolve"
+    own_addresses = _addresses(own, 0.0)
+    if all(map(_is_loopback, own_addresses)):
+        what = f"resolves to {own_addresses[0]} only" if own_addresses else "does not resolve"
         names = [name for _, name in socket.if_nameindex() if name != "lo"]
         raise UserError(
             f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from mlm.config.build import from_dict, streams_for
 from mlm.launch.config import DistConfig
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import RankPlace, num_threads, place_variables, read_rank_place
+from mlm.launch.environment import RankPosition, num_threads, position_variables, read_rank_position
 from mlm.launch.failure import (
     MAX_LINES,
     REPORT_S,
@@ -36,32 +36,32 @@ from mlm.parallel.watch import Watch
 from mlm.util.errors import UserError
 from mlm.util.system import available_cores, resolve
 
-ALONE = RankPlace(
+ALONE = RankPosition(
     rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0
 )
 
 
-def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) -> int:
+def run_joined(target: str, config: Any, *, position: RankPosition, out: Path | None) -> int:
     """Run the job as one of the ranks that torchrun or SLURM started; 0 after its end or a save.
 
     Launchers end all ranks when one fails, so a rank that saved must not seem to. After an exception it
     reports, unless another rank has reported the same, and ends the process at once.
     """
-    os.environ.update(place_variables(place) | flight_recorder(os.environ, out))
+    os.environ.update(position_variables(position) | flight_recorder(os.environ, out))
     store: Store | None = None
 
     def publish(failure: Failure) -> None:
-        must_report = _must_report(failure, store, place)
+        must_report = _must_report(failure, store, position)
         if must_report:
             print(failure.text, file=sys.stderr, flush=True)
-        if must_report or place.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
+        if must_report or position.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
             time.sleep(REPORT_S)
 
-    reporter = FailureReporter(place.rank, publish)
+    reporter = FailureReporter(position.rank, publish)
     try:
         with stopping_at_once("stopped while it waited for other ranks", requeues=False):
-            store = rendezvous_store(place, config.dist.timeout_s) if place.world_size > 1 else None
-        run_rank(target, config, place=place, store=store, reporter=reporter)
+            store = rendezvous_store(position, config.dist.timeout_s) if position.world_size > 1 else None
+        run_rank(target, config, position=position, store=store, reporter=reporter)
     except KeyboardInterrupt as error:
         exit_now(interrupt_exit_code(error))
     except MissingRanksError as error:
@@ -76,20 +76,20 @@ def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) 
 
 def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
     """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code."""
-    place = read_rank_place(os.environ)
-    assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
+    position = read_rank_position(os.environ)
+    assert position is not None, "launch_ranks sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
     assert module.startswith("mlm."), f"{module} is not part of mlm"
     config = from_dict(getattr(import_module(module), name), job["config"])
-    store = rendezvous_store(place, config.dist.timeout_s)
-    return run_rank(job["target"], config, place=place, store=store, reporter=reporter)
+    store = rendezvous_store(position, config.dist.timeout_s)
+    return run_rank(job["target"], config, position=position, store=store, reporter=reporter)
 
 
 def run_rank(
     target: str,
     config: Any,
     *,
-    place: RankPlace = ALONE,
+    position: RankPosition = ALONE,
     store: Store | None = None,
     reporter: FailureReporter | None = None,
 ) -> int:
@@ -100,62 +100,67 @@ def run_rank(
     hangs. Raises LostPeer if gloo reports one.
     """
     dist = config.dist
-    threads = dist.threads_per_rank or place.cores
-    cores, local_ranks = available_cores(), place.local_world_size
+    threads = dist.threads_per_rank or position.cores
+    cores, local_ranks = available_cores(), position.local_world_size
     torch.set_num_threads(num_threads(threads, os.environ, cores=cores, local_ranks=local_ranks))
-    device = rank_device(dist, place)
-    watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
+    device = rank_device(dist, position)
+    watch, everyone = Watch(position.rank, dist.timeout_s), tuple(range(position.world_size))
     with (
         nullcontext() if reporter is None else Watchdog(watch, reporter, partial(set_current_device, device))
     ):
-        if store is None or place.world_size == 1:
+        if store is None or position.world_size == 1:
             ctx = ParallelContext(device=device, watch=watch)
         else:
             start_s, parallel = max(START_S, dist.timeout_s), config.parallel
             with watch.waiting("start of the process groups", "world", everyone, start_s):
                 backend = None if dist.backend == "auto" else dist.backend
-                init_world(place, store, device, start_s, backend=backend)
+                init_world(position, store, device, start_s, backend=backend)
                 ctx = build_mesh(
                     tp=parallel.tp,
                     cp=parallel.cp,
                     ep=parallel.ep,
                     expert_tp=parallel.expert_tp,
                     pp=parallel.pp,
-                    dp=place.world_size // parallel.replica,
+                    dp=position.world_size // parallel.replica,
                     device=device,
                     timeout_s=dist.timeout_s,
                     watch=watch,
                 )
         with streams_for(config):
             code = resolve(target)(config, ctx) or 0
-        if place.world_size > 1:
+        if position.world_size > 1:
             with watch.waiting("end of the process groups", "world", everyone):
                 distributed.destroy_process_group()
     return code
 
 
 def init_world(
-    place: RankPlace, store: Store, device: torch.device, timeout_s: float, *, backend: str | None = None
+    position: RankPosition,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    backend: str | None = None,
 ) -> None:
-    """Initialise torch.distributed; `backend` None takes that of the device. Collective over all ranks."""
+    """Initialise torch.distributed; `backend` None takes the device's. Collective over all ranks."""
     distributed.init_process_group(
         backend or {"cuda": "nccl", "cpu": "gloo"}[device.type],
         store=PrefixStore("mlm", store),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=position.rank,
+        world_size=position.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
 
 
-def rank_device(dist: DistConfig, place: RankPlace) -> torch.device:
+def rank_device(dist: DistConfig, position: RankPosition) -> torch.device:
     """Make this rank's device current and return it. Raises UserError if the host shows too few GPUs."""
     if device_kind(dist) == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    index = 0 if count == 1 else place.local_rank  # SLURM may show each task only its own GPU
+    index = 0 if count == 1 else position.local_rank  # SLURM may show each task only its own GPU
     if index >= count:
         raise UserError(
-            f"LOCAL_RANK={place.local_rank}, but this host shows {count} GPUs: "
+            f"LOCAL_RANK={position.local_rank}, but this host shows {count} GPUs: "
             f"start at most {count} ranks on it, or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", index)
@@ -169,15 +174,28 @@ def set_current_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _must_report(failure: Failure, store: Store | None, place: RankPlace) -> bool:
+def _must_report(failure: Failure, store: Store | None, position: RankPosition) -> bool:
     """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.
     """
     if store is None:
-        return not failure.lost_peer or place.local_rank == 0  # rank 0 did not answer: a line per host
+        return not failure.lost_peer or position.local_rank == 0  # rank 0 did not answer: a line per host
     answer: list[bool] = []
-    asking = Thread(target=lambda: answer.append(_is_first(failure, store)), daemon=True)
+
+    def ask() -> None:
+        try:
+            if failure.lost_peer:
+                time.sleep(REPORT_S / 2)  # give the rank that caused it time to report it
+                is_unexplained = store.add("mlm/failures", 0) == 0
+                answer.append(is_unexplained and store.add("mlm/lost", 1) <= MAX_LINES)
+            else:
+                store.add("mlm/failures", 1)
+                answer.append(store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1)
+        except RuntimeError:  # the store went down with its rank, which has reported by then
+            answer.append(failure.names_peer or not failure.lost_peer)
+
+    asking = Thread(target=ask, daemon=True)
     with _quiet_stderr():  # torch prints C++ frames where the store is gone
         asking.start()
         asking.join(2 * REPORT_S)  # a store whose process is stopped never answers
@@ -196,14 +214,3 @@ def _quiet_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _is_first(failure: Failure, store: Store) -> bool:
-    try:
-        if failure.lost_peer:
-            time.sleep(REPORT_S / 2)  # give the rank that caused it time to report it
-            return store.add("mlm/failures", 0) == 0 and store.add("mlm/lost", 1) <= MAX_LINES
-        store.add("mlm/failures", 1)
-        return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1
-    except RuntimeError:  # the store went down with its rank, which has reported by then
-        return failure.names_peer or not failure.lost_peer

@@ -17,7 +17,7 @@ from threading import Thread, Timer
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mlm.launch.environment import LISTENER, RankPlace
+from mlm.launch.environment import LISTENER, RankPosition
 from mlm.launch.network import LONGEST_POLL_S, POLL_S, check_addresses, no_connection
 from mlm.launch.stop import LAUNCHED
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
@@ -41,63 +41,83 @@ class MissingRanksError(UserError):
         """True if another rank reports it."""
 
 
-def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
+def rendezvous_store(position: RankPosition, timeout_s: float) -> Store:
     """Return a store of the ranks of this attempt, once all have come. Collective.
 
     Raises UserError if the port is taken or an address cannot be used, MissingRanksError if not all ranks
     come in time, LostPeer if rank 0 cannot be reached.
     """
-    check_addresses(place, os.environ)
+    check_addresses(position, os.environ)
     start_s = max(START_S, timeout_s)
-    awaited = list(range(1, place.world_size)) if place.rank == 0 else [0]
+    awaited = list(range(1, position.world_size)) if position.rank == 0 else [0]
 
     def announce() -> None:
-        rank, size = place.variables
+        rank, size = position.variables
         print(
-            f"mlm: rank {place.rank} of {place.world_size} waits for {name_ranks(awaited)} at "
-            f"{place.master_addr} port {place.master_port}; {rank}={place.rank} and {size}={place.world_size}"
-            f" in the environment made this process a rank: unset {rank} for a plain start",
+            f"mlm: rank {position.rank} of {position.world_size} waits for {name_ranks(awaited)} at "
+            f"{position.master_addr} port {position.master_port}; {rank}={position.rank} and "
+            f"{size}={position.world_size} in the environment made this process a rank: unset {rank} for a "
+            "plain start",
             file=sys.stderr,
             flush=True,
         )
 
     timer = Timer(ANNOUNCE_S, announce)
     timer.daemon = True
-    if LAUNCHED not in os.environ and place.local_rank in (0, place.rank):  # one per host
+    if LAUNCHED not in os.environ and position.local_rank in (0, position.rank):  # one per host
         timer.start()
     try:
-        if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
-            raise _unreachable(place, start_s, reason)
-        return call_roll(_open_in_thread(place, start_s), place, start_s, awaited)
+        if position.rank and (reason := no_connection(position.master_addr, position.master_port, start_s)):
+            raise _unreachable(position, start_s, reason)
+        return call_roll(_open_in_thread(position, start_s), position, start_s, awaited)
     except LostPeer:
         raise
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
+                f"MASTER_PORT={position.master_port} is in use on {position.master_addr}: set it to a free "
+                "port"
             ) from None
         if is_transport_error(error):
-            raise _unreachable(place, start_s, NO_STORE) from error
+            raise _unreachable(position, start_s, NO_STORE) from error
         raise
     finally:
         timer.cancel()
 
 
-def _unreachable(place: RankPlace, start_s: float, reason: str) -> LostPeer:
+def _unreachable(position: RankPosition, start_s: float, reason: str) -> LostPeer:
     return LostPeer(
-        f"rank {place.rank} (host {socket.gethostname()}): rank 0 did not answer at {place.master_addr} port "
-        f"{place.master_port} within {start_s:g} s ({reason}): is it running, and can this host reach that "
-        "port (MASTER_ADDR, MASTER_PORT)?"
+        f"rank {position.rank} (host {socket.gethostname()}): rank 0 did not answer at "
+        f"{position.master_addr} port {position.master_port} within {start_s:g} s ({reason}): is it running, "
+        "and can this host reach that port (MASTER_ADDR, MASTER_PORT)?"
     )
 
 
-def _open_in_thread(place: RankPlace, timeout_s: float) -> Store:
-    """Connect to the store in a thread: torch waits for good for a program that accepts and never answers."""
+def _open_in_thread(position: RankPosition, timeout_s: float) -> Store:
+    """Connect to the store, which rank 0 serves unless torchrun does; wait for no other rank.
+
+    In a thread: torch waits for good for a program that accepts and never answers.
+    """
     opened: Future[Store] = Future()
 
     def work() -> None:
+        timeout = timedelta(seconds=timeout_s)
         try:
-            opened.set_result(_open(place, timeout_s))
+            if ELASTIC in os.environ and LAUNCHED not in os.environ:
+                opened.set_result(next(rendezvous("env://", timeout=timeout))[0])
+                return
+            listener = os.environ.pop(LISTENER, None)
+            store = TCPStore(
+                position.master_addr,
+                position.master_port,
+                position.world_size,
+                is_master=position.rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=listener is None,
+                master_listen_fd=None if listener is None else int(listener),
+            )
+            opened.set_result(PrefixStore(f"mlm-job-{position.job}", store))
         except Exception as error:
             opened.set_exception(error)
 
@@ -105,30 +125,12 @@ def _open_in_thread(place: RankPlace, timeout_s: float) -> Store:
     try:
         return opened.result(timeout_s)
     except WaitTimeoutError:
-        raise _unreachable(place, timeout_s, NO_STORE) from None
+        raise _unreachable(position, timeout_s, NO_STORE) from None
 
 
-def _open(place: RankPlace, timeout_s: float) -> Store:
-    """Connect to the store, which rank 0 serves unless torchrun does; wait for nobody."""
-    timeout = timedelta(seconds=timeout_s)
-    if ELASTIC in os.environ and LAUNCHED not in os.environ:
-        store: Store = next(rendezvous("env://", timeout=timeout))[0]
-        return store
-    listener = os.environ.pop(LISTENER, None)
-    store = TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
-        is_master=place.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=listener is None,
-        master_listen_fd=None if listener is None else int(listener),
-    )
-    return PrefixStore(f"mlm-job-{place.job}", store)
-
-
-def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[int] | None = None) -> Store:
+def call_roll(
+    store: Store, position: RankPosition, timeout_s: float, awaited: list[int] | None = None
+) -> Store:
     """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
 
     torchrun restarts all ranks when one fails, and its store lives on: keys of dead ranks would be taken for
@@ -137,7 +139,7 @@ def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[in
     it, which only a living rank 0 gives. Ranks that are here are removed from `awaited`. Raises
     MissingRanksError if a rank is missing after `timeout_s`.
     """
-    rank, world_size = place.rank, place.world_size
+    rank, world_size = position.rank, position.world_size
     if world_size == 1:
         return store
     if rank == 0:
@@ -149,7 +151,7 @@ def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[in
             names = [socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)]
             hosts = [f"{host} ({count})" for host, count in Counter(names).items()]
             more = f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
-            problem = f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(hosts[:4])}{more})"
+            problem = f"{_absence_line(absent, position, timeout_s)} (came: {', '.join(hosts[:4])}{more})"
         store.set(f"{attempt}/missing", problem)
         if problem:
             raise MissingRanksError(problem)
@@ -162,7 +164,7 @@ def call_roll(store: Store, place: RankPlace, timeout_s: float, awaited: list[in
         missing = _wait_for_key(store, f"{joined}/missing", timeout_s)
     if joined is None or missing is None:
         first = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
-        raise MissingRanksError(_absence_line([0], place, timeout_s), is_reported=first != rank)
+        raise MissingRanksError(_absence_line([0], position, timeout_s), is_reported=first != rank)
     if missing:
         raise MissingRanksError(missing, is_reported=True)
     return PrefixStore(joined, store)
@@ -200,9 +202,9 @@ def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
     return store.get(key).decode()
 
 
-def _absence_line(absent: list[int], place: RankPlace, timeout_s: float) -> str:
+def _absence_line(absent: list[int], position: RankPosition, timeout_s: float) -> str:
     return (
-        f"{name_ranks(absent)} of {place.world_size} did not come to {place.master_addr} port "
-        f"{place.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "
+        f"{name_ranks(absent)} of {position.world_size} did not come to {position.master_addr} port "
+        f"{position.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "
         "each was started, and at what its host says"
     )

@@ -27,10 +27,10 @@ from mlm.launch.config import DistConfig
 from mlm.launch.devices import count_gpus, device_kind
 from mlm.launch.environment import (
     LISTENER,
-    RankPlace,
+    RankPosition,
     num_threads,
-    place_variables,
-    read_rank_place,
+    position_variables,
+    read_rank_position,
     worker_environment,
 )
 from mlm.launch.failure import (
@@ -61,9 +61,9 @@ PREFIX = "mlm-job-"
 
 def launch_facts(dist: DistConfig) -> Launch:
     """Read the environment. Raises UserError for invalid variables, or CUDA without a GPU."""
-    place = read_rank_place(os.environ)
+    position = read_rank_position(os.environ)
     return Launch(
-        world_size=None if place is None else place.world_size,
+        world_size=None if position is None else position.world_size,
         local_devices=count_gpus() if device_kind(dist) == "cuda" else None,
     )
 
@@ -78,9 +78,9 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     With one rank, the function runs in this process and its exceptions pass through. Raises UserError for a
     port in use, or an `out` that cannot be written.
     """
-    place = read_rank_place(os.environ)
-    if place is not None:
-        return int(resolve(f"{RANK}:run_joined")(target, config, place=place, out=out))
+    position = read_rank_position(os.environ)
+    if position is not None:
+        return int(resolve(f"{RANK}:run_joined")(target, config, position=position, out=out))
     world_size = choose_world_size(config.parallel, launch_facts(config.dist))
     try:
         if world_size > 1:
@@ -178,11 +178,11 @@ def _start_ranks(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         for rank in range(world_size):
-            place = RankPlace(rank, world_size, rank, world_size, LOOPBACK, port)
+            position = RankPosition(rank, world_size, rank, world_size, LOOPBACK, port)
             served = {} if rank else {LISTENER: str(listener.fileno())}
             ranks[rank] = subprocess.Popen(  # rank 0 keeps the terminal, others redirect themselves
                 [sys.executable, "-P", "-m", "mlm.launch.rank", str(job)],
-                env={**os.environ, **variables, **place_variables(place), **served},
+                env={**os.environ, **variables, **position_variables(position), **served},
                 pass_fds=() if rank else (listener.fileno(),),
                 start_new_session=True,
             )
@@ -219,7 +219,11 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
     limit = math.inf
     try:
         while True:
-            ends = _process_ends(pids)
+            ends = []
+            for rank, pid in pids.items():
+                if end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                    ends.append(ProcessEnd(rank, pid, code))
             relay.act(pids)
             if any(end.exit_code for end in ends):
                 limit = min(limit, time.monotonic() + REPORT_S)
@@ -235,15 +239,6 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
             time.sleep(POLL_S)
     finally:
         _close_ranks(ranks.values())
-
-
-def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
-    ends = []
-    for rank, pid in pids.items():
-        if end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            ends.append(ProcessEnd(rank, pid, code))
-    return ends
 
 
 def listen(port: int) -> socket.socket:

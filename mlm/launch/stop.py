@@ -125,6 +125,25 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
             ignore(number for number in SIGNAL_NAMES if number is not signal.SIGINT)
 
 
+@contextmanager
+def note_interrupted_imports(interrupted: threading.Event) -> Iterator[None]:
+    """Set the event at a Ctrl-C during an import; not where it is ignored (`&`).
+
+    KeyboardInterrupt is raised as ever, but a module may catch it.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                interrupted.set()
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with handling([signal.SIGINT] if is_usual else [], interrupt):
+        yield
+
+
 def ignore(numbers: Iterable[signal.Signals]) -> None:
     """Ignore these signals to the end of this process: Python drops handlers of its own before."""
     for number in numbers:
@@ -249,7 +268,6 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a command whose work this request ended: 128 + n by a signal, 0 for a requeue."""
         return 0 if self.number is None else signal_exit_code(self.number)
 
     def request(self, number: signal.Signals) -> None:

@@ -224,11 +224,12 @@ class SelfAttention(nn.Module):
             return packed_attention(qkv, self.head_dim, spans.packing, self.causal)
         if spans.bias is not None:
             return attention(qkv, bias=spans.bias, causal=False)
-
-        def inside(document: Tensor, sample: int, first: int) -> Tensor:
-            return attention(document, causal=self.causal, sample=sample, first_row=first)
-
-        return spans.attend(inside, qkv)
+        return spans.attend(
+            lambda document, sample, first: attention(
+                document, causal=self.causal, sample=sample, first_row=first
+            ),
+            qkv,
+        )
 
 
 def fused_attention(

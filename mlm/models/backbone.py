@@ -215,7 +215,7 @@ class Transformer(nn.Module):
     ) -> Rotary | None:
         """Return the angles of the queries and keys of hidden states `x`; None without rotary positions.
 
-        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1. `lengths` are those of each
+        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1. `lengths` are of each
         text as far as it is read, where the pass reads a part of it; None for S.
         """
         return None

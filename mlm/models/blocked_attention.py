@@ -9,7 +9,7 @@ before it. Softcaps of scores, which PyTorch's fused kernels lack, are computed 
 on a GPU by a kernel that FlexAttention generates (`generated_attention`), where nothing is to repeat bit for
 bit.
 
-Scores are float32, also those of bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
+Scores are float32, also for bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
 off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
 recomputes the probabilities, as flash attention does (arXiv:2205.14135, section 3.1).
 
@@ -39,18 +39,18 @@ LONGEST_MASK = 4096
 """Longest sequence whose window is a mask of all pairs of tokens, which PyTorch's fused kernel takes."""
 WINDOWED_LENGTH = 512
 """Shortest sequence with a window for which blocks are faster on a CPU. The kernel's time with a mask over
-that of blocks, 4 heads of 64 on a Zen 4 core, in float32 and bfloat16: 1.1 and 1.5 at S = 512 with a window
+blocks', 4 heads of 64 on a Zen 4 core, in float32 and bfloat16: 1.1 and 1.5 at S = 512 with a window
 of 400, 1.7 and 2.1 with 128, 2.7 and 3.2 at S = 1024 with 128, 6.5 and 6.7 at S = 4096 with 512."""
 AMX_LENGTH = 160
 """Longest sequence in bfloat16 for which blocks are faster where the fused kernel has AMX.
 
-Its time over that of blocks on an Intel Xeon: 1.54 at S = 64, 1.42 at 128, 0.84 at 192, 0.66 at 512.
+Its time over blocks' on an Intel Xeon: 1.54 at S = 64, 1.42 at 128, 0.84 at 192, 0.66 at 512.
 """
 LENGTHS = {
     torch.float32: range(257, 513) if onednn_is_faster() else range(0),
     torch.bfloat16: range(32, 1 + (AMX_LENGTH if torch.cpu._is_amx_tile_supported() else 512)),
 }
-"""Sequences for which blocks are faster than the fused kernel. Its time over that of blocks, forward and
+"""Sequences for which blocks are faster than the fused kernel. Its time over blocks', forward and
 backward on two Zen 4 cores: 4 x 6 heads of 64 at S = 512 1.30 in bfloat16 and 1.23 in float32; 8 x 4 of 64 at
 S = 256 1.37 and 1.0; 8 x 4 of 16 at S = 128 1.6 and 1.0; 2 x 16 of 64 at S = 1024 0.8 and 1.05. On an Intel
 Xeon the kernel's float32 products are as fast as ours, and it is ahead at all lengths: 0.90 at S = 512."""
@@ -215,7 +215,7 @@ class _Blocks:
     def probabilities(self, q: Tensor, k: Tensor, rows: slice, sinks: Tensor | None = None) -> Tensor:
         """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e].
 
-        With a softcap `tanh` holds that of these scores until the next block. `sinks` [c, g, 1] take a part
+        With a softcap `tanh` holds these scores' until the next block. `sinks` [c, g, 1] take a part
         of each row.
         """
         c, g, columns, cap = k.shape[0], q.shape[1], self.columns(rows), self.settings.softcap
@@ -236,7 +236,7 @@ class _Blocks:
         return torch.softmax(p, -1, out=p).mul_(share.view(c, g * r, 1))
 
     def score_gradient(self, dp: Tensor, p: Tensor, d_sinks: Tensor | None = None) -> Tensor:
-        """Gradient of q k^T from that of the probabilities of the last block, in place: [c, g r, e].
+        """Gradient of q k^T from the gradient of the last block's probabilities, in place: [c, g r, e].
 
         Those of all scores of a row add up to 0: what is missing is subtracted from `d_sinks` [c, g].
         """

@@ -25,10 +25,10 @@ class LoraConfig:
         ALL_LINEAR,
     )
     """Layers with adapters, by the ends of their names here (qkv, query, kv, out, up, down) or in
-    transformers (q_proj, v_proj, c_attn); all-linear takes every linear layer of the transformer layers, but
-    those of routed experts, which `experts` takes."""
+    transformers (q_proj, v_proj, c_attn); all-linear takes every linear layer of the transformer layers
+    except routed experts, which `experts` takes."""
     dropout: Annotated[float, FRACTION, ADAPTED, Aliases("lora_dropout")] = 0.0
-    """Dropout on the inputs of adapters, but those of routed experts."""
+    """Dropout on the inputs of adapters, except routed experts'."""
     rslora: Annotated[bool, ADAPTED, Aliases("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
     quantize: Annotated[Literal["none", "nf4"], ADAPTED, Aliases("load_in_4bit")] = "none"
@@ -81,7 +81,7 @@ class ModelConfig:
     init_std: Annotated[float, NOT_NEGATIVE, Aliases("init_method_std", "initializer_range")] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
     mup_base_width: Annotated[int | None, EXTENT] = None
-    """muP (arXiv:2203.03466): settings are those of a model of this hidden_size, and learning rates, initial
+    """muP (arXiv:2203.03466): settings are for a model of this hidden_size, and learning rates, initial
     weights and the output layer follow this model's width. MLPs and experts widen with it, not heads, ranks
     or the number of experts. Of gpt2 and llama; null for none. One that is trained so stays so."""
     layer_norm_eps: Annotated[
@@ -98,14 +98,14 @@ class ModelConfig:
     """Segment types of a sequence, each with its own embedding; 0 for gpt2 and llama, 2 for bert, 1 for
     RoBERTa, of which all tokens have the same."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
-    """Outputs made of the hidden states: those of pretraining (roberta: masked tokens; bert: these and the
+    """Outputs made of the hidden states: pretraining's (roberta: masked tokens; bert: these and the
     order of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins,
     ends)."""
     num_labels: Annotated[int, NOT_NEGATIVE, OnlyIf("head", "classification")] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
     """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py, those of
-    roberta in mlm/models/roberta/settings.py; gpt2 and bert have none."""
+    roberta in mlm/models/roberta/family.py; gpt2 and bert have none."""
 
     @property
     def ffn_size(self) -> int:
@@ -113,7 +113,7 @@ class ModelConfig:
 
     @property
     def width_factor(self) -> float:
-        """Width over that of muP's base; 1 without muP."""
+        """Width over muP's base; 1 without muP."""
         return self.hidden_size / (self.mup_base_width or self.hidden_size)
 
     @property

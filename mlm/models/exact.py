@@ -3,189 +3,222 @@
 A module that has no form here is an error: no bits are promised that were not thought of.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.models.attention import SelfAttention
 from mlm.models.backbone import LearnedTable, Transformer
-from mlm.models.bert.model import BERT
-from mlm.models.documents import Spans
-from mlm.models.gpt2.model import GPT2
 from mlm.models.heads import GatherOutputs, MaskedTokenHead, PlainLinear, VocabularyBias
 from mlm.models.llama.attention import GroupedQueryAttention, HeadNorm
 from mlm.models.llama.gated import GatedMLP
 from mlm.models.llama.mixture import MixtureOfExperts
-from mlm.models.llama.model import Llama, LlamaLayer
+from mlm.models.llama.model import LlamaLayer
 from mlm.models.norms import LayerNorm, RMSNorm
-from mlm.models.roberta.model import RoBERTa
 from mlm.models.rotary import Rotary
 from mlm.models.transformer import MLP, TransformerLayer
-from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.exact import (
-    ColumnProducts,
-    KeepRows,
-    Lookup,
-    Norm,
-    Region,
-    RowProducts,
-    TableRows,
-    WholeProducts,
-)
-from mlm.parallel.exact_experts import ExpertColumns, ExpertRows, SourceRuns
-from mlm.parallel.exact_loss import exact_cross_entropy
+from mlm.parallel.collectives import gather_rows
+from mlm.parallel.compute_state import ComputeState
+from mlm.parallel.exact import Products, Region, WithGradient
+from mlm.parallel.exact_loss import ExactLoss
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router, Routing
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mlm.parallel.linear import DEFAULT_COMPUTE
 from mlm.parallel.low_rank import LowRankAdapter
 from mlm.parallel.matmul import Runs
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import UserError
 
+multiply: Callable[..., Any] = Products.apply
+with_gradient: Callable[..., Any] = WithGradient.apply
+
+
+def _spread(vector: Tensor, x: Tensor, sum_rows: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
+    """A vector that all rows of `x` read, in its dtype: [F] -> […, F]. `sum_rows` is of a Region."""
+    y = vector.detach().to(x.dtype).expand(x.shape)
+    return with_gradient(vector, y, lambda dy: sum_rows(dy, vector.dtype))  # type: ignore[no-any-return]
+
+
+def _rows_of(
+    table: nn.Parameter, rows: Tensor, axes: Sequence[Axis], take: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """Rows of a table, [S, B] int64 -> [S, B, H]; its gradient adds those of all ranks of `axes` in order.
+
+    Where the output layer is tied to the table, a pipeline adds the two terms of its gradient last: so does
+    every layout, and `take` receives this one.
+    """
+    size, dtype = len(table), table.dtype
+
+    def gradient(dy: Tensor) -> Tensor | None:
+        numbers, dy = rows, dy.to(dtype)
+        for axis in axes:  # each rank adds the rows of all: they are less than a table
+            numbers, dy = gather_rows(numbers, axis), gather_rows(dy, axis)
+        dw = torch.ops.aten.embedding_dense_backward(dy, numbers, size, -1, False)
+        return dw if take is None else take(dw)
+
+    return with_gradient(table, F.embedding(rows, table.detach()), gradient)  # type: ignore[no-any-return]
+
 
 def _column(layer: ColumnParallelLinear, region: Region, x: Tensor) -> tuple[Tensor, ...]:
-    y: tuple[Tensor, ...] = ColumnProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-untyped-call]
+    y: tuple[Tensor, ...] = multiply(layer.weight, layer.bias, region, False, x)
     return y if layer.lora is None else layer.lora(x, y)
 
 
-def _row(layer: RowParallelLinear, region: Region, parts: tuple[Tensor, ...]) -> Any:
-    y = RowProducts.apply(layer.weight, layer.bias, region, layer.compute, *parts)  # type: ignore[no-untyped-call]
+def _row(layer: RowParallelLinear, region: Region, parts: Sequence[Tensor]) -> Any:
+    y = multiply(layer.weight, None, region, True, *parts)
+    y = y if layer.bias is None else y + _spread(layer.bias, y, region.whole.sum_rows)
     return y if layer.lora is None else layer.lora(parts, y)
 
 
 def _whole(layer: PlainLinear, region: Region, x: Tensor) -> Any:
-    return WholeProducts.apply(x, layer.weight, layer.bias, region, layer.compute)  # type: ignore[no-untyped-call]
+    return multiply(layer.weight, layer.bias, region.whole, False, x)[0]
 
 
 def _adapter(adapter: LowRankAdapter, region: Region, x: Any, y: Any) -> Any:
-    """Add the adapter's products to those of its layer: y is in parts by column, x by row."""
+    """Add the adapter's products to its layer's: y is in parts by column, x by row."""
     count, n = len(adapter.rows.adapted), region.terms
     if adapter.dropout and adapter.stream is not None:
         x = adapter.drop(x if adapter.by_column else torch.cat(x, -1), adapter.stream)
         x = x if adapter.by_column else x.chunk(n, -1)
     if not adapter.by_column:
-        z = RowProducts.apply(adapter.a, None, region, DEFAULT_COMPUTE, *x)  # type: ignore[no-untyped-call]
-        return y + WholeProducts.apply(z * adapter.scale, adapter.b, None, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
-    z = WholeProducts.apply(x, adapter.a, None, region, DEFAULT_COMPUTE) * adapter.scale  # type: ignore[no-untyped-call]
-    blocks = adapter.b.unflatten(0, (-1, count, adapter.size)).unbind(1)  # each [blocks / t, size, r]
-    changes = [
-        ColumnProducts.apply(part.contiguous(), b.flatten(0, 1), None, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
-        for part, b in zip(z.chunk(count, -1), blocks, strict=True)
-    ]
-    size = min(adapter.size, changes[0][0].shape[-1])
-    terms = [[x.unflatten(-1, (-1, size)) for x in xs] for xs in zip(*changes, strict=True)]
-    return tuple(part + adapter.rows.place(xs) for part, xs in zip(y, terms, strict=True))
+        z = multiply(adapter.a, None, region, True, *x)
+        return y + multiply(adapter.b, None, region.whole, True, z * adapter.scale)
+    z = multiply(adapter.a, None, region.whole, True, x) * adapter.scale  # [S, B, p r]
+    # B of all rows of the layer, [O/t, p r]: 0 for parts without an adapter, and for z of the other parts
+    blocks, rank = adapter.b.unflatten(0, (-1, count, adapter.size)).unbind(1), adapter.b.shape[1]
+    padded = [F.pad(b, (i * rank, (count - 1 - i) * rank)).movedim(-1, 0) for i, b in enumerate(blocks)]
+    changes = multiply(adapter.rows.place(padded).t(), None, region, False, z)
+    return [part + change for part, change in zip(y, changes, strict=True)]
 
 
 def _table(table: LearnedTable, region: Region, rows: range | Tensor) -> Any:
-    if isinstance(rows, Tensor):
-        return TableRows.apply(rows + table.offset, table.weight, region)  # type: ignore[no-untyped-call]
-    # ranks read different rows: their sums over tp are of one number and zeros
-    table.is_partial = region.sequence_parallel  # type: ignore[assignment]
-    return LearnedTable.forward(table, rows)
+    if isinstance(rows, range):
+        rows = torch.arange(rows.start, rows.stop).unsqueeze(1)
+    axes = [region.tp] if region.sequence_parallel else []  # ranks read different rows
+    return _rows_of(table.weight, rows + table.offset, axes)
 
 
 def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> Tensor:
     rows = tokens - table.first
     is_foreign = (rows < 0) | (rows >= table.weight.shape[0])
-    y: Tensor = Lookup.apply(rows.masked_fill(is_foreign, 0), table.weight, table.add_lookup, region.cp)  # type: ignore[no-untyped-call]
+    y = _rows_of(table.weight, rows.masked_fill(is_foreign, 0), [region.cp], table.add_lookup)
     # of one number and zeros, so that any order of this sum will do; -0 becomes 0 on one rank, too
     return table.reduce_output(y.masked_fill(is_foreign.unsqueeze(-1), 0.0) + 0.0)
 
 
-def _norm(norm: LayerNorm | RMSNorm, region: Region, x: Tensor) -> Any:
+def _loss(table: VocabParallelEmbedding, region: Region, *inputs: Tensor | None) -> Any:
+    return ExactLoss.apply(table, region, table.weight, *inputs)  # type: ignore[no-untyped-call]
+
+
+def _norm(norm: LayerNorm | RMSNorm, region: Region, x: Tensor) -> Tensor:
+    assert norm.eps is not None
+    wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:]
     weight: Any = 1 + norm.weight if norm.zero_centered else norm.weight
     bias = norm.bias if isinstance(norm, LayerNorm) else None
+    # kernels compute each row for itself
+    y: Tensor = (F.layer_norm if isinstance(norm, LayerNorm) else F.rms_norm)(wide, size, eps=norm.eps)
     # the weight of heads is the same for all, of which tp has split some
-    sum_rows = region.sum_heads if isinstance(norm, HeadNorm) else region.sum_rows
-    return Norm.apply(x, weight, bias, norm.eps, isinstance(norm, LayerNorm), sum_rows)  # type: ignore[no-untyped-call]
+    sum_rows = region.sum_heads if isinstance(norm, HeadNorm) else region.whole.sum_rows
+    y = y * _spread(weight, y, sum_rows)
+    return (y if bias is None else y.add_(_spread(bias, y, sum_rows))).to(x.dtype)
 
 
-def _mlp(mlp: MLP, region: Region, x: Tensor) -> Any:
-    return mlp.down(tuple(map(mlp.inner, mlp.up(x))))
+def _inner(mlp: MLP, region: Region, parts: Sequence[Tensor]) -> Any:
+    return [type(mlp).inner(mlp, part) for part in parts]
 
 
-def _attention(
-    attention: SelfAttention,
-    region: Region,
-    x: Tensor,
-    stream: DropoutStream | None,
-    spans: Spans | None = None,
-    reading: None = None,
-    rotary: Rotary | None = None,
+def _project(attention: GroupedQueryAttention, region: Region, x: Tensor, rotary: Rotary | None) -> Any:
+    q, kv = attention.query(x), attention.kv(x)
+    if attention.query_norm is None:
+        return [attention.join(*part, rotary) for part in zip(q, kv, strict=True)]
+    return attention.parts(attention.join(torch.cat(q, -1), torch.cat(kv, -1), rotary), len(q))
+
+
+def _attend(
+    attention: SelfAttention, region: Region, parts: Sequence[Tensor], stream: Any, spans: Any, first: int
 ) -> Any:
-    assert reading is None, "texts are continued by other models"
-    if isinstance(attention, GroupedQueryAttention):
-        q, kv = attention.query(x), attention.kv(x)
-        parts = attention.parts(attention.join(torch.cat(q, -1), torch.cat(kv, -1), rotary), len(q))
-    else:
-        parts = attention.qkv(x)
     heads = attention.out.weight.shape[1] // attention.head_dim // len(parts)
-    firsts = range(attention.first_head, attention.first_head + heads * len(parts), heads)
-    return attention.out(
-        tuple(attention.attend(part, stream, spans, first) for part, first in zip(parts, firsts, strict=True))
-    )
+    attend = partial(type(attention).attend, attention, stream=stream, spans=spans)
+    return [attend(part, first_head=first + i * heads) for i, part in enumerate(parts)]
 
 
-def _as_it_is(x: Tensor, tp: Axis) -> Tensor:
-    return x
+def _enter(mixture: MixtureOfExperts, region: Region, x: Tensor, tp: Axis) -> Any:
+    """All rows, of which all tp ranks compute the same, and sum nothing; with expert_tp=1 a rank's own."""
+    return GatherOutputs.apply(x, tp) if region.sequence_parallel else x  # type: ignore[no-untyped-call]
+
+
+def _leave(mixture: MixtureOfExperts, region: Region, y: Tensor, tp: Axis) -> Any:
+    """This rank's rows: [S, …] -> [S/t, …]."""
+    own = y.detach().chunk(tp.size)[tp.rank]
+    return with_gradient(y, own, partial(gather_rows, axis=tp)) if region.sequence_parallel else y
 
 
 def _router(router: Router, region: Region, x: Tensor) -> Routing:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return router.route(
-        WholeProducts.apply(wide, router.weight, router.logit_bias, region, DEFAULT_COMPUTE)  # type: ignore[no-untyped-call]
-    )
+    return router.route(multiply(router.weight, router.logit_bias, region.whole, False, wide)[0])
 
 
-def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Any:
+def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Tensor:
+    """A product is of the rows that one expert has of one micro-batch, in the order of their tokens.
+
+    With ep the rows of several micro-batches arrive at a time, each from its source. The gradients of each
+    go to a tree of their own, which joins the others where dp would join them (exact_gradients.py).
+    """
     tp, sources = experts.expert_axes.tp, runs.sources or [runs.counts]
-    # with expert_tp=1 the rows of a micro-batch come from all its tp ranks, in their order
-    ranks = region.tp.size // tp.size
+    # the rows of a micro-batch come from all its cp ranks, with expert_tp=1 of tp too, in the order of tokens
+    ranks = region.cp.size * region.tp.size // tp.size
     groups = [sources[i : i + ranks] for i in range(0, len(sources), ranks)]
-    units = SourceRuns([[sum(counts) for counts in zip(*group, strict=True)] for group in groups])
-    parts = ExpertColumns.apply(x, experts.up, experts, units, tp)  # type: ignore[no-untyped-call]
-    inner = [torch.cat(list(map(experts.inner, part.split(units.sizes)))) for part in parts]
-    return ExpertRows.apply(experts.down, experts, units, tp, *inner)  # type: ignore[no-untyped-call]
+    counts = [[sum(rows) for rows in zip(*group, strict=True)] for group in groups]
+
+    def by_expert(name: str) -> Iterator[tuple[Region, Sequence[Tensor]]]:
+        """Of each expert the region of a weight's products, and the weight for each source."""
+        weight, copy = getattr(experts, name), getattr(experts.compute, f"{name}_copy")
+        takes = [partial(experts.add_gradients[name], source) for source in range(len(groups))]
+        weights = [with_gradient(weight, weight.detach(), take).unbind() for take in takes]
+        for i, of_expert in enumerate(zip(*weights, strict=True)):
+            state = ComputeState(weight_copy=None if copy is None else copy[i])
+            yield Region(tp, False, compute=state, rows_vary=True), of_expert
+
+    sizes = [rows for of_expert in zip(*counts, strict=True) for rows in of_expert]
+    xs, ys = iter(x.split(sizes)), list[Tensor]()
+    for (up, up_weights), (down, down_weights) in zip(by_expert("up"), by_expert("down"), strict=True):
+        for up_weight, down_weight in zip(up_weights, down_weights, strict=True):
+            inner = map(experts.inner, multiply(up_weight, None, up, False, next(xs)))
+            ys.append(multiply(down_weight, None, down, True, *inner))
+    return torch.cat(ys)
 
 
-FORMS: dict[type[nn.Module], Any] = {
-    ColumnParallelLinear: _column,
-    RowParallelLinear: _row,
-    VocabParallelEmbedding: _look_up,
-    LayerNorm: _norm,
-    RMSNorm: _norm,
-    HeadNorm: _norm,
-    PlainLinear: _whole,
-    LowRankAdapter: _adapter,
-    LearnedTable: _table,
-    MLP: _mlp,
-    GatedMLP: _mlp,
-    Router: _router,
-    Experts: _experts,
-    SelfAttention: _attention,
-    GroupedQueryAttention: _attention,
+FORMS: dict[type[nn.Module], dict[str, Any]] = {
+    ColumnParallelLinear: {"forward": _column},
+    RowParallelLinear: {"forward": _row},
+    PlainLinear: {"forward": _whole},
+    LowRankAdapter: {"forward": _adapter},
+    LearnedTable: {"forward": _table},
+    VocabParallelEmbedding: {"forward": _look_up, "exact_loss": _loss},
+    **{kind: {"forward": _norm} for kind in (LayerNorm, RMSNorm, HeadNorm)},
+    **{kind: {"inner": _inner} for kind in (MLP, GatedMLP)},
+    SelfAttention: {"attend": _attend},
+    GroupedQueryAttention: {"project": _project, "attend": _attend},
+    Router: {"forward": _router},
+    Experts: {"forward": _experts},
+    MixtureOfExperts: {"enter": _enter, "leave": _leave},
+    **{kind: {} for kind in (TransformerLayer, LlamaLayer, MaskedTokenHead, VocabularyBias)},
+    **{kind: {} for kind in (nn.ModuleDict, nn.Identity)},
 }
-"""`forward` of each type of module, after the module and its region."""
-PLAIN = (
-    *(GPT2, Llama, BERT, RoBERTa, TransformerLayer, LlamaLayer, MixtureOfExperts),
-    *(MaskedTokenHead, VocabularyBias, nn.ModuleDict, nn.Identity),
-)
-"""Modules without sums that a layout changes."""
+"""Methods of each type of module, in their form after the module and its region; those without sums that a
+layout changes keep theirs. Models are checked by their kinds (COVERED of runs/checks.py)."""
 
 
 def exact_axes(ctx: ParallelContext, parts: tuple[int, int], leaves: int) -> ParallelContext:
     """The axes of a run whose sums over tp and cp have `parts` terms, and over micro-batches up to `leaves`.
 
-    They are those given where `leaves` is 0.
     Raises UserError on a GPU, whose libraries nobody has asked whether they keep to it.
     """
-    if not leaves:
-        return ctx
     if ctx.device.type == "cuda":
         raise UserError("exact: CPUs are covered, GPUs not yet; use dist.device=cpu or exact=0")
     # kernels give each thread a part of a tensor, of whole vectors if there are 2^k of them
@@ -199,17 +232,10 @@ def make_exact(model: Transformer) -> None:
     """Give the modules of a model their forms. Raises UserError for one without."""
     region = Region(model.tp, model.sequence_parallel, model.cp)
     for name, module in model.named_modules():
-        if type(module) in FORMS:
-            module.forward = partial(FORMS[type(module)], module, region)
-        elif type(module) not in PLAIN:
-            kind = type(module).__name__
-            raise UserError(f"exact: {name} is a {kind}, whose sums have no order of their own; use exact=0")
-        if isinstance(module, MixtureOfExperts):
-            # all ranks compute the same of all rows, and sum nothing
-            is_split = region.sequence_parallel and module.axes.tp.size > 1
-            ends: Any = (GatherOutputs.apply, KeepRows.apply) if is_split else (_as_it_is, _as_it_is)
-            module.enter, module.leave = ends
-        if isinstance(module, HeadNorm):
-            module.is_partial = False  # its sum over tp is made in the backward pass
-        if isinstance(module, VocabParallelEmbedding):
-            module.exact_loss = partial(exact_cross_entropy, table=module, region=region)
+        kind = type(module)
+        if module is not model and kind not in FORMS:
+            problem = f"{name} is a {kind.__name__}, whose sums have no order of their own"
+            raise UserError(f"exact: {problem}; use exact=0")
+        computes = replace(region, compute=getattr(module, "compute", region.compute))
+        for method, form in FORMS.get(kind, {}).items():
+            setattr(module, method, partial(form, module, computes))

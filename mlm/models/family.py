@@ -35,7 +35,7 @@ B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """Parts and sizes of a model beyond those that ModelConfig names; the defaults are those of GPT-2."""
+    """Parts and sizes of a model beyond ModelConfig; the defaults are GPT-2's."""
 
     head_dim: int
     """Width of one attention head, D."""
@@ -201,7 +201,7 @@ class ModelFamily:
     objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
-    """Objective of pretraining; the dtype is that of activations."""
+    """Objective of pretraining; the dtype is the activations'."""
     samples: SampleSource
     """Samples of pretraining."""
     splits_sequences: bool = False
@@ -226,7 +226,7 @@ class ModelFamily:
     """Dataclass of the options that declare what they apply to."""
     dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
     """Return the dense model that a mixture of experts can start from; None for other models. Raises
-    ConfigError for experts that are no copies of an MLP."""
+    ConfigError for experts that are not copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
@@ -254,7 +254,7 @@ def family_of(kind: str) -> ModelFamily:
 
 
 def option_problem(defaults: Mapping[str, object], name: str, value: object) -> Problem | None:
-    """Return the problem of a model.options.NAME whose type is not that of its default, or out of range."""
+    """Return the problem of a model.options.NAME whose type differs from its default's, or out of range."""
     expected, key = type(defaults[name]), f"model.options.{name}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
     if not (type(value) is expected or (expected is float and type(value) is int)):

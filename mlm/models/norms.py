@@ -90,20 +90,15 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         if self.zero_centered:
-            return self._zero_centered(x, self.eps)
-        if x.is_cuda or torch.compiler.is_compiling():
-            weight = self.in_dtype("weight", x.dtype)
-            y: Tensor = F.rms_norm(x, self.normalized_shape, weight, self.eps)
-            return y
-        y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return y
-
-    def _zero_centered(self, x: Tensor, eps: float) -> Tensor:
-        weight = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        if torch.compiler.is_compiling():
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            return F.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), eps).to(x.dtype)
-        y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+            weight = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+            if torch.compiler.is_compiling():
+                wide = x.to(torch.promote_types(x.dtype, torch.float32))
+                return F.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps).to(x.dtype)
+        elif x.is_cuda or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.normalized_shape, self.in_dtype("weight", x.dtype), self.eps)
+        else:
+            weight = self.weight
+        y: Tensor = _RMSNorm.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]
         return y
 
 

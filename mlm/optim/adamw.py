@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.groups import Rates, rates
+from mlm.optim.groups import GroupRates, rates
 from mlm.optim.matrices import buckets
 from mlm.optim.muon import MOMENTUM, iteration_dtype, orthogonalise, shape_scale
 from mlm.optim.user import Groups, check_state, check_step, user_optimizer
@@ -118,7 +118,18 @@ class Muon(AdamW):
         applies = 1.0 if overflow is None else 1 - overflow
         group_of = {p: group for group in self.param_groups if group["is_matrix"] for p in group["params"]}
         for bucket in self.buckets:
-            averages = {s.parameter: self._average(s.parameter, overflow) for s in bucket.shards}
+            averages = dict[nn.Parameter, Tensor]()
+            for shard in bucket.shards:
+                p = shard.parameter
+                momentum: Tensor = self.state[p][MOMENTUM]
+                grad, beta = torch.zeros_like(p) if p.grad is None else p.grad, self.config.momentum
+                if self.grad_scale is not None:
+                    grad.div_(self.grad_scale)
+                if overflow is not None:
+                    grad = torch.where(overflow == 1, momentum, grad)
+                momentum.lerp_(grad, 1 - beta)
+                average = grad.lerp(momentum, beta) if self.config.nesterov else momentum
+                averages[p] = average.to(self.dtype)
             for p in averages if not self.is_cautious else ():
                 p.mul_(1 - applies * group_of[p]["lr"] * group_of[p]["weight_decay"])
             orthogonal = bucket.transform(averages, partial(orthogonalise, config=self.config))
@@ -134,17 +145,6 @@ class Muon(AdamW):
                 else:
                     p[index].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
 
-    def _average(self, p: nn.Parameter, overflow: Tensor | None) -> Tensor:
-        """Take the gradient into the momentum, but where `overflow` is 1; return what is made orthogonal."""
-        momentum: Tensor = self.state[p][MOMENTUM]
-        grad, beta = torch.zeros_like(p) if p.grad is None else p.grad, self.config.momentum
-        if self.grad_scale is not None:
-            grad.div_(self.grad_scale)
-        if overflow is not None:
-            grad = torch.where(overflow == 1, momentum, grad)
-        momentum.lerp_(grad, 1 - beta)
-        return (grad.lerp(momentum, beta) if self.config.nesterov else momentum).to(self.dtype)
-
 
 def build_optimizer(
     shards: Sequence[ParameterShard],
@@ -158,10 +158,10 @@ def build_optimizer(
         shards: the parameters.
         config: its settings.
         replicas: ranks that hold the same part of the model, or rows of it: they share Muon's work.
-        width: factor of muP's learning rates: the model's width over that of its base.
+        width: factor of muP's learning rates: the model's width over its base's.
     """
     first, shards = shards[0].parameter, [shard for shard in shards if shard.is_trained]
-    by_rates: dict[Rates, list[ParameterShard]] = {}
+    by_rates: dict[GroupRates, list[ParameterShard]] = {}
     for shard in shards:
         key = rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
         by_rates.setdefault(key, []).append(shard)
@@ -172,7 +172,7 @@ def build_optimizer(
     if not groups:  # a pipeline stage without adapters counts steps as the others do, by an empty parameter
         empty = nn.Parameter(first.new_empty(0))
         empty.grad = torch.zeros_like(empty)
-        groups = [{"params": [empty], **Rates(False, 1.0, 0.0)._asdict()}]
+        groups = [{"params": [empty], **GroupRates(False, 1.0, 0.0)._asdict()}]
     optimizer: torch.optim.Optimizer
     if (build := user_optimizer(config)) is not None:
         optimizer = build([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mlm.parallel.sharding import ParameterShard
 
 NAME = "ema"
-"""Name in checkpoints, where averages lie beside the optimizer's moments."""
+"""Name in checkpoints, which store averages like the optimizer's moments."""
 
 
 class WeightAverage:
@@ -31,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
-        """Take the weights in, unless `skip` (0-d) is 1.0. Does not wait for the device."""
+        """Average the weights in, unless `skip` (0-d) is 1.0. Does not wait for the device."""
         applies = 1 - skip.to(self.count.dtype)
         self.count += applies
         share = (1 - self.decay) / -torch.expm1(self.count.clamp(min=1) * math.log(self.decay)) * applies
@@ -40,7 +40,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages, in place; nothing before the first update."""
         for parameter, value in self.values.items():
             weights = parameter.detach().clone()
             parameter.copy_(torch.where(self.count > 0, value, weights))

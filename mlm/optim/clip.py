@@ -11,7 +11,8 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 
 PIECE = 1024
-"""Elements whose squares are added in float32 on a CPU."""
+"""Elements whose squares are added in float32 on a CPU: its kernel adds a row in one long chain, 3e-5 off for
+2M elements, and more for more; its float64 one first makes a copy of twice the size."""
 SMALL = 1 << 16
 """Elements below which gradients are copied into one tensor: a call costs more than their squares."""
 
@@ -46,25 +47,18 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     grads = [grad for grad in grads if grad.numel()]  # of few rows a dp rank may hold none
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = _norms_of_pieces(grads) if device.type == "cpu" else torch._foreach_norm(grads, 2)
+    if device.type == "cpu":
+        small = [grad.reshape(-1) for grad in grads if grad.numel() < SMALL]
+        flat = [grad.reshape(-1) for grad in grads if grad.numel() >= SMALL]
+        norms = list[Tensor]()
+        for values in [*flat, torch.cat(small)] if small else flat:
+            full = len(values) // PIECE * PIECE
+            norms.append(torch.linalg.vector_norm(values[:full].view(-1, PIECE), dim=1))
+            if full < len(values):
+                norms.append(torch.linalg.vector_norm(values[full:]))
+    else:
+        norms = torch._foreach_norm(grads, 2)  # type: ignore[assignment]
     return torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
-
-
-def _norms_of_pieces(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of pieces of PIECE elements that together make up all gradients.
-
-    The CPU's float32 kernel adds a row in one long chain: 3e-5 off for 2M elements, and more for more; its
-    float64 one first makes a copy of twice the size.
-    """
-    small = [grad.reshape(-1) for grad in grads if grad.numel() < SMALL]
-    flat = [grad.reshape(-1) for grad in grads if grad.numel() >= SMALL]
-    norms = []
-    for values in [*flat, torch.cat(small)] if small else flat:
-        full = len(values) // PIECE * PIECE
-        norms.append(torch.linalg.vector_norm(values[:full].view(-1, PIECE), dim=1))
-        if full < len(values):
-            norms.append(torch.linalg.vector_norm(values[full:]))
-    return norms
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class MuonConfig:
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum of matrices made orthogonal."""
 
     matrices: str = "layers.*"
-    """Names of the weights that Muon updates, those of two and more dimensions; AdamW updates the rest."""
+    """Names of the weights that Muon updates, of two and more dimensions; AdamW updates the rest."""
     momentum: Annotated[float, FRACTION] = 0.95
     """Decay rate of the average of gradients."""
     nesterov: bool = True
@@ -37,7 +37,7 @@ class MuonConfig:
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """a, b, c of an iteration X <- a X + (b A + c A A) X with A = X X^T; Jordan's, as in torch.optim.Muon."""
     per_head: bool = False
-    """Make the queries, keys and values of each head orthogonal by themselves, not those of all heads."""
+    """Orthogonalise the queries, keys and values of each head separately, not all heads together."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Format of the iterations; auto is bf16 on GPUs and on processors that multiply it faster, else fp32.
     With precision=fp64 they are in float64."""
@@ -69,7 +69,7 @@ class OptimizerConfig:
     ] = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
     embedding_lr: Annotated[float | None, POSITIVE] = None
-    """Peak learning rate of the tables of tokens, positions and segments; null means that of the rest."""
+    """Peak learning rate of the tables of tokens, positions and segments; null means the other weights'."""
     groups: tuple[str, ...] = ()
     """Other rates or decay of some parameters, by patterns of their names of which the first that fits
     counts: groups=["*.mlp.* lr_scale=0.5","*.bias lr=1e-3 weight_decay=0.1"]. lr_scale is a factor of the

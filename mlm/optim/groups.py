@@ -1,5 +1,6 @@
 """Learning rate and decay of each parameter: who updates it, and the factor of the schedule's rate."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -16,7 +17,7 @@ SETTINGS: dict[str, Callable[[float], bool]] = {
 """Settings in an entry of optimizer.groups, and their bounds."""
 
 
-class Rates(NamedTuple):
+class GroupRates(NamedTuple):
     is_matrix: bool
     """True if Muon updates it."""
     lr_scale: float
@@ -28,8 +29,13 @@ def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield names and settings of each entry of optimizer.groups. Raises OwnCodeError (a UserError)."""
     for entry in entries:
         names, *words = entry.split() or [""]
-        pairs = [word.partition("=") for word in words]
-        settings = {key: _number(value) for key, _, value in pairs}
+        settings = dict[str, float]()
+        for word in words:
+            key, _, value = word.partition("=")
+            try:
+                settings[key] = float(value)
+            except ValueError:
+                settings[key] = math.nan  # within no bounds
         allowed = [key for key, value in settings.items() if key in SETTINGS and SETTINGS[key](value)]
         if not settings or len(allowed) < len(settings):
             raise OwnCodeError(
@@ -39,27 +45,20 @@ def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
         yield names, settings
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
-
-
 def rates(
     name: str, dims: int, config: OptimizerConfig, width: float = 1.0, side: str | None = None
-) -> Rates:
+) -> GroupRates:
     """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
 
     Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2).
-    `width` is the model's width over that of its base in muP, 1 without it: Adam moves an element of a
+    `width` is the model's width over its base's in muP, 1 without it: Adam moves an element of a
     layer's matrix by the learning rate whatever the gradient, and of W times as many an output sums W times
     as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8), unless its inputs are the
     constant `side`, as of LoRA's B (arXiv:2402.12354). Muon's update has a spectral norm of its scale, which
     should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
     the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
     """
-    dims = 1 if name.endswith("bias") else dims  # those of experts are stacked
+    dims = 1 if name.endswith("bias") else dims  # experts' are stacked
     by_muon = config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
     lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
     if config.kind == "muon" and not by_muon:
@@ -81,5 +80,5 @@ def rates(
         else:
             power = 0.5 if side == "out" else 0.0
         factor = width**-power
-        return Rates(by_muon, scale * factor, decay / factor)
-    return Rates(by_muon, scale, decay)
+        return GroupRates(by_muon, scale * factor, decay / factor)
+    return GroupRates(by_muon, scale, decay)

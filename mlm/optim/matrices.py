@@ -29,7 +29,7 @@ BUCKET = 1 << 27
 
 
 @dataclass(frozen=True)
-class Region:
+class MatrixRegion:
     """Rows and columns of a matrix that a rank holds."""
 
     rows: range
@@ -43,7 +43,7 @@ class Region:
     def size(self) -> int:
         return len(self.rows) * len(self.columns)
 
-    def of(self, x: Tensor, held: "Region") -> Tensor:
+    def of(self, x: Tensor, held: "MatrixRegion") -> Tensor:
         """This region's view of a tensor that holds the region `held`."""
         rows = slice(self.rows.start - held.rows.start, self.rows.stop - held.rows.start)
         columns = slice(self.columns.start - held.columns.start, self.columns.stop - held.columns.start)
@@ -52,7 +52,7 @@ class Region:
 
 Extent = tuple[list[int], list[int]]
 """Offset and shape of a part of a parameter."""
-Piece = tuple[int, Region]
+Piece = tuple[int, MatrixRegion]
 """A matrix by its number, and a region of it, that one rank sends to another."""
 
 
@@ -97,18 +97,18 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Operations of an iteration, in proportion."""
+        """Relative number of operations of an iteration."""
         few, many = sorted(self.shape)
         return few * few * (2 * many + few)
 
     def index_in(self, extent: Extent) -> tuple[int, ...] | None:
-        """Its index in a part of its stack, () in a weight of one matrix; None if it is not there."""
+        """Index in a part of the stack, () in a weight of one matrix; None if the part lacks it."""
         (*stack, _, _), (*depth, _, _) = extent
         index = tuple(at - first for at, first in zip(self.index, stack, strict=True))
         return index if all(0 <= at < n for at, n in zip(index, depth, strict=True)) else None
 
-    def region(self, extent: Extent) -> Region:
-        """Region of it in a part of its weight; an empty one if none is."""
+    def region(self, extent: Extent) -> MatrixRegion:
+        """Region of this matrix that lies in a part of its weight; empty if none does."""
         (*_, row, column), (*_, rows, columns) = extent
 
         def row_of(row: int) -> int:
@@ -117,10 +117,10 @@ class Matrix:
             return block * self.rows.width + inside
 
         stop = row if self.index_in(extent) is None else row + rows
-        return Region(range(row_of(row), row_of(stop)), range(column, column + columns))
+        return MatrixRegion(range(row_of(row), row_of(stop)), range(column, column + columns))
 
     def rows_in(self, extent: Extent, device: torch.device) -> Tensor | None:
-        """Numbers of its rows in a part of its weight; None for all."""
+        """Rows of this matrix in a part of its weight; None for all."""
         if self.rows.parts == 1:
             return None
         first, count = extent[0][-2], extent[1][-2]
@@ -141,7 +141,7 @@ def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
     return [Matrix(shard, fused, index, part) for index, part in product(indices, range(fused.parts))]
 
 
-class Exchange:
+class MatrixExchange:
     """Messages between the ranks of an axis that form matrices on their owners, and bring results back.
 
     Args:
@@ -152,12 +152,18 @@ class Exchange:
     """
 
     def __init__(
-        self, axis: Axis, owners: Mapping[int, int], held: Mapping[int, Sequence[Region]], like: Tensor
+        self, axis: Axis, owners: Mapping[int, int], held: Mapping[int, Sequence[MatrixRegion]], like: Tensor
     ) -> None:
         self.axis, self.held, self.like = axis, held, like
         me, ranks = axis.rank, range(axis.size)
         self.owned = [number for number, owner in owners.items() if owner == me]
-        self.full = {number: _union(held[number]) for number in self.owned}
+        self.full = dict[int, MatrixRegion]()
+        for number in self.owned:
+            filled = [region for region in held[number] if region.size] or held[number][:1]
+            self.full[number] = MatrixRegion(
+                range(min(r.rows.start for r in filled), max(r.rows.stop for r in filled)),
+                range(min(r.columns.start for r in filled), max(r.columns.stop for r in filled)),
+            )
         # pieces by the rank that gets or gives them: parts on their way to owners, results on the way back
         self.parts_out: list[list[Piece]] = [[] for _ in ranks]
         self.parts_in: list[list[Piece]] = [[] for _ in ranks]
@@ -165,7 +171,7 @@ class Exchange:
         self.results_in: list[list[Piece]] = [[] for _ in ranks]
         self.gathers = self.scatters = False
         for number, owner in owners.items():
-            senders: dict[Region, int] = {held[number][owner]: owner}
+            senders: dict[MatrixRegion, int] = {held[number][owner]: owner}
             for rank, region in enumerate(held[number]):
                 if not region.size or rank == owner:
                     continue
@@ -205,10 +211,10 @@ class Exchange:
     def _send(
         self,
         tensors: Mapping[int, Tensor],
-        origins: Mapping[int, Region],
+        origins: Mapping[int, MatrixRegion],
         out: Sequence[Sequence[Piece]],
         into: Sequence[Sequence[Piece]],
-    ) -> Iterator[tuple[int, Region, Tensor]]:
+    ) -> Iterator[tuple[int, MatrixRegion, Tensor]]:
         """Exchange pieces of tensors, which hold the regions `origins`; yield those that arrive."""
         flat = [region.of(tensors[n], origins[n]).reshape(-1) for pieces in out for n, region in pieces]
         sent = torch.cat([self.like.new_empty(0), *flat])
@@ -218,14 +224,6 @@ class Exchange:
         for number, region in (piece for pieces in into for piece in pieces):
             yield number, region, arrived[first : first + region.size].view(region.shape)
             first += region.size
-
-
-def _union(regions: Sequence[Region]) -> Region:
-    filled = [region for region in regions if region.size] or regions[:1]
-    return Region(
-        range(min(r.rows.start for r in filled), max(r.rows.stop for r in filled)),
-        range(min(r.columns.start for r in filled), max(r.columns.stop for r in filled)),
-    )
 
 
 class Bucket:
@@ -244,14 +242,21 @@ class Bucket:
         device = shards[0].parameter.device
         like = torch.empty(0, dtype=dtype, device=device)
         self.matrices = [m for shard in shards for m in matrices_of(shard, per_head=per_head)]
-        owners = dict(enumerate(assign(self.matrices, dp.size, tp.size)))
-        over_dp, over_tp = dict[int, list[Region]](), dict[int, list[Region]]()
+        # owners (dp rank, tp rank): the most expensive matrices first, each to the rank with the least
+        loads, owners = [(0, rank) for rank in range(dp.size * tp.size)], dict[int, tuple[int, int]]()
+        costs = [matrix.cost for matrix in self.matrices]
+        for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+            load, rank = loads[0]
+            owners[n] = divmod(rank, tp.size)
+            heapreplace(loads, (load + costs[n], rank))
+        owners = dict(sorted(owners.items()))  # all ranks exchange in the order of the matrices
+        over_dp, over_tp = dict[int, list[MatrixRegion]](), dict[int, list[MatrixRegion]]()
         for n, m in enumerate(self.matrices):
             over_dp[n] = [m.region(dp_part(m.shard, rank, dp.size)) for rank in range(dp.size)]
             if owners[n][0] == dp.rank:
                 over_tp[n] = [m.region(tp_part(m.shard, rank)) for rank in range(tp.size)]
-        self.over_dp = Exchange(dp, {n: owner for n, (owner, _) in owners.items()}, over_dp, like)
-        self.over_tp = Exchange(tp, {n: owners[n][1] for n in over_tp}, over_tp, like)
+        self.over_dp = MatrixExchange(dp, {n: owner for n, (owner, _) in owners.items()}, over_dp, like)
+        self.over_tp = MatrixExchange(tp, {n: owners[n][1] for n in over_tp}, over_tp, like)
         parts = [dp_part(m.shard, dp.rank, dp.size) for m in self.matrices]
         self.rows = [m.rows_in(part, device) for m, part in zip(self.matrices, parts, strict=True)]
         self.indices = [m.index_in(part) for m, part in zip(self.matrices, parts, strict=True)]
@@ -309,17 +314,6 @@ def _map_stacks(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]
         stack = function(torch.stack([matrices[number] for number in numbers]))
         results.update(zip(numbers, stack.unbind(), strict=True))
     return [results[number] for number in range(len(matrices))]
-
-
-def assign(matrices: Sequence[Matrix], dp: int, tp: int) -> list[tuple[int, int]]:
-    """Owners (dp rank, tp rank) of matrices: the most expensive first, each to the rank with the least."""
-    loads = [(0, rank) for rank in range(dp * tp)]
-    owners = [(0, 0)] * len(matrices)
-    for n in sorted(range(len(matrices)), key=lambda n: (-matrices[n].cost, n)):
-        load, rank = loads[0]
-        owners[n] = divmod(rank, tp)
-        heapreplace(loads, (load + matrices[n].cost, rank))
-    return owners
 
 
 def buckets(

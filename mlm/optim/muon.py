@@ -1,7 +1,7 @@
 """Muon: momentum of a matrix made orthogonal by Newton-Schulz iterations.
 
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); decay and scale as in arXiv:2502.16982,
-section 2.2. The order of operations is that of torch.optim.Muon, its format MuonConfig.dtype.
+section 2.2. The order of operations is torch.optim.Muon's, the format MuonConfig.dtype.
 
 Each matrix is orthogonalised in full, and by one rank (matrices.py): parts of it would give another result.
 """

@@ -43,7 +43,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
-        """Take note of a step: `overflow` is 0-d, 1.0 if its gradients were not finite. No sync."""
+        """Adapt the scale to a step: `overflow` (0-d) is 1.0 if its gradients were not finite. No sync."""
         self.skipped += overflow.to(torch.int64)
         if not self.dynamic:
             return
@@ -53,7 +53,6 @@ class LossScaler:
         self.scale.clamp_(min=self.config.min_loss_scale)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state. Reads the device."""
         return {
             "scale": self.scale.item(),
             "clean_steps": self.clean_steps.item(),

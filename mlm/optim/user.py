@@ -115,12 +115,16 @@ def check_step(optimizer: Any) -> None:
     except Exception as error:
         problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
         raise OwnCodeError(f"optimizer.kind: {problem}; correct it, or optimizer.options") from error
-    after = _numbers(optimizer)
-    if changed := [name for name in after if name not in before or not _is_same(after[name], before[name])]:
-        problem = f"its step() changes {changed[0]}, which checkpoints do not hold"
-        raise OwnCodeError(
-            f"optimizer.kind: {problem}; keep a count as self.state[p]['step'] of each parameter"
-        )
+    for name, value in _numbers(optimizer).items():
+        is_same = name in before and getattr(value, "shape", None) == getattr(before[name], "shape", None)
+        if is_same:
+            equal = value == before[name]
+            is_same = bool(equal.all() if hasattr(equal, "all") else equal)
+        if not is_same:
+            problem = f"its step() changes {name}, which checkpoints do not hold"
+            raise OwnCodeError(
+                f"optimizer.kind: {problem}; keep a count as self.state[p]['step'] of each parameter"
+            )
     check_state(optimizer)
 
 
@@ -136,13 +140,6 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
         # torch's own steps set flags such as _need_device_dtype_check_for_fused
         if hasattr(value, "item") or (isinstance(value, Real) and not isinstance(value, bool))
     }
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if getattr(one, "shape", None) != getattr(other, "shape", None):
-        return False
-    equal = one == other
-    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 def check_state(optimizer: Any) -> None:
@@ -163,7 +160,7 @@ def _is_optimizer_class(target: object) -> bool:
 
 
 def _is_elementwise(target: object) -> bool | None:
-    """Return what a class or function declares; None for nothing."""
+    """Return `elementwise` of a class or function; None if it declares none."""
     if _is_of_torch(target) and getattr(target, "__name__", None) in TORCH_ELEMENTWISE:
         return True
     value = getattr(target, "elementwise", None)
@@ -197,7 +194,7 @@ def _reject_options(key: str, kind: str, section: str, options: Mapping[str, obj
 
 
 def decay_share(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: float) -> float:
-    """Return the value of a user's decay. Raises OwnCodeError if it is no number from 0 to 1."""
+    """Return the value of a user's decay. Raises OwnCodeError if it is not a number from 0 to 1."""
     name = f"schedule.decay={schedule.decay}: decay({progress:g})"
     try:
         share = decay(progress)

@@ -9,15 +9,20 @@ between host and device that nobody waits for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mlm.parallel.mailbox import Message
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import AXES, Axis
 from mlm.parallel.watch import Wait
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AxisFunction = Callable[Concatenate[Tensor, Axis, P], R]
 
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -94,7 +99,7 @@ def _start_message(
 class _Swap:
     """A sum over two ranks in place, for which each sends the other all that it has.
 
-    Its bits are those of gloo's sum, a ring in which the two wait for each other piece by piece.
+    Its bits equal gloo's sum, a ring in which the two wait for each other piece by piece.
     """
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
@@ -186,6 +191,34 @@ def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
     return tuple(sorted((axis.ranks[axis.rank], axis.ranks[peer])))
 
 
+def traceable(
+    schema: str, outputs: Callable[..., object], changes: Sequence[str] = ()
+) -> Callable[[AxisFunction[P, R]], AxisFunction[P, R]]:
+    """Make a function of (tensor, axis, …) one operator in graphs of torch.compile.
+
+    The compiler sees none of its messages and waits; what overlaps inside still does. In `schema` the axis
+    is a string. `outputs` gives empty outputs for the same arguments; those in `changes` are written to.
+    """
+
+    def decorate(function: AxisFunction[P, R]) -> AxisFunction[P, R]:
+        def by_name(of: Callable[..., object]) -> Callable[..., object]:
+            return lambda x, axis, *args: of(x, AXES[axis], *args)
+
+        name = f"mlm::{function.__name__}"
+        operator = torch.library.custom_op(name, by_name(function), mutates_args=changes, schema=schema)
+        operator.register_fake(by_name(outputs))
+
+        @wraps(function)
+        def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if axis.group is not None and torch.compiler.is_compiling():
+                return operator(x, axis.group.group_name, *args, **kwargs)  # type: ignore[no-any-return]
+            return function(x, axis, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `x` over the axis in place and return it."""
     if axis.group is None:
@@ -196,6 +229,7 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     return start_all_reduce(x, axis, op).wait()
 
 
+@traceable("(Tensor x, str axis) -> Tensor", lambda x, axis: x.new_empty((axis.size, *x.shape)))
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[…] of each rank -> [size, …] in rank order, on every rank."""
     return start_all_gather(x, axis).wait()
@@ -206,6 +240,10 @@ def gather_rows(x: Tensor, axis: Axis) -> Tensor:
     return all_gather(x, axis).flatten(0, 1)
 
 
+@traceable(
+    "(Tensor x, str axis) -> Tensor",
+    lambda x, axis: x.new_empty((x.shape[0] // axis.size, *x.shape[1:])),
+)
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[n, …] -> [n/size, …]: the sum over the axis, each rank keeping its share of rows."""
     return start_reduce_scatter(x, axis).wait()
@@ -247,7 +285,8 @@ class _CopyToTP(torch.autograd.Function):
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x.detach(), axis)  # nobody else reads the partial sums: summed in place
+        # nobody else reads the partial sums: summed in place, which a compiler makes of a copy
+        return all_reduce(x.clone() if torch.compiler.is_compiling() else x.detach(), axis)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

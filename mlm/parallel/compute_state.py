@@ -153,7 +153,7 @@ class CachedHalfParams:
                     layer.compute.weight_8 = cast(copy, NARROW)
 
     def release(self) -> None:
-        """Parameters may change from here on."""
+        """Drop the copies: parameters may change from here on."""
         self.depth -= 1
         if self.depth == 0:
             for layer, name, _ in self.reads:

@@ -46,7 +46,7 @@ def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
 
 
 def rank_positions(rank: int, length: int, size: int, device: torch.device) -> Tensor:
-    """The same for rank number `rank` of `size`."""
+    """`local_positions` of rank number `rank` of `size`."""
     return _tokens_of(torch.arange(length, device=device), Axis("cp", rank, size), 0)
 
 
@@ -157,7 +157,8 @@ class UnfusedKernel:
             scores, _ = self._scores(block, q[:, heads], k[:, shared])
             sums = torch.logsumexp(scores, -1)
             p = torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None])  # of no keys: zeros
-            p = self._dropped(block, p, heads)
+            if self.drop is not None:
+                p = p * self._factors(block, p, heads)
             y[:, heads] = (p.to(v.dtype) @ v[:, shared].unsqueeze(2)).flatten(1, 2)
             log_sum[:, heads] = sums.flatten(1, 2)
         return y, log_sum
@@ -181,11 +182,14 @@ class UnfusedKernel:
             log_sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
             scores, slope = self._scores(block, q[:, heads], k[:, shared], wants_slope=True)
             p = torch.exp(scores - log_sums)
-            dp = (dy_ @ v[:, shared].unsqueeze(2).mT).to(p.dtype)
-            dp = self._dropped(block, dp, heads) - (dy_ * y_).sum(-1, keepdim=True, dtype=p.dtype)
+            dp, dropped = (dy_ @ v[:, shared].unsqueeze(2).mT).to(p.dtype), p
+            if self.drop is not None:
+                factors = self._factors(block, p, heads)
+                dp, dropped = dp * factors, p * factors
+            dp = dp - (dy_ * y_).sum(-1, keepdim=True, dtype=p.dtype)
             ds = p * dp * scale
             ds = (ds if slope is None else ds * slope).to(q.dtype)
-            dropped = self._dropped(block, p, heads).to(q.dtype)
+            dropped = dropped.to(q.dtype)
             dq[:, heads] = (ds @ k[:, shared].unsqueeze(2)).flatten(1, 2)
             dk[:, shared] = (ds.mT @ q_).sum(2)
             dv[:, shared] = (dropped.mT @ dy_).sum(2)
@@ -220,6 +224,8 @@ class UnfusedKernel:
             scores.div_(cap).tanh_()
             slope = 1 - scores.square() if wants_slope else None
             scores.mul_(cap)
+        if not block.causal and not self.scores.window:
+            return scores, slope
         rows, columns = self._positions(block, q.device)
         distance = rows[:, None] - columns
         hidden = distance < 0
@@ -227,13 +233,13 @@ class UnfusedKernel:
             hidden |= distance >= self.scores.window
         return scores.masked_fill_(hidden, -math.inf), slope
 
-    def _dropped(self, block: KeyBlock, p: Tensor, heads: slice) -> Tensor:
-        if self.drop is None:
-            return p
-        flat: Tensor = self.drop(
-            p.flatten(1, 2), range(heads.start, heads.stop), *self._positions(block, p.device)
+    def _factors(self, block: KeyBlock, p: Tensor, heads: slice) -> Tensor:
+        """Return the factors of dropout, 0 or 1 / (1 - p), for the probabilities `p`, in their shape."""
+        assert self.drop is not None
+        ones = torch.ones_like(p).flatten(1, 2)
+        return self.drop(ones, range(heads.start, heads.stop), *self._positions(block, p.device)).view(
+            p.shape
         )
-        return flat.view(p.shape)
 
     def _positions(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
         rows = rank_positions(block.target, self.length, self.parts, device)[block.rows]
@@ -347,7 +353,7 @@ def _by_part(gathered: Tensor, cp: Axis) -> Tensor:
 
 
 def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> list[tuple[KeyBlock, list[KeyBlock]]]:
-    """Of each part of this rank's `tokens` its own block, and those of others of which it sees something."""
+    """For each part of this rank's `tokens`: its own block, and the others that it attends to."""
     held, everything = held_parts(cp), slice(None)
     half, blocks = tokens // len(held) // 2, list[tuple[KeyBlock, list[KeyBlock]]]()
     for target in held:

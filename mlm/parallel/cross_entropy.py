@@ -325,7 +325,7 @@ def add_chunk(
 def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
     """Add `factor` (0-d; None for 1) times `part` to a weight's gradient, which may keep or overwrite `part`.
 
-    On `ORDERED` devices the sum is that of autograd bit for bit; elsewhere it takes one pass over both.
+    On `ORDERED` devices the sum equals autograd's bit for bit; elsewhere it takes one pass over both.
     """
     part = part.to(weight.dtype)
     if weight.grad is not None and factor is not None and part.device.type not in ORDERED:

@@ -99,7 +99,12 @@ def _keep_pairs(out: Tensor, rows: Tensor, keys: Tensor, p: float, stride: int) 
 
 
 def _keep_elements(rows: Tensor, keys: Tensor, columns: Tensor, p: float, stride: int) -> Tensor:
-    """The same for some columns, int32, by one hash an element: all in one kernel of a compiler."""
+    """Masks of some columns, int32, by one hash an element: all in one kernel of a compiler."""
+    if columns.is_cpu and not torch.compiler.is_compiling() and len(columns) % 2 == 0:
+        even, odd = columns.view(-1, 2).unbind(1)
+        if torch.equal(odd, even | 1) and not (even & 1).any():  # halves of the same hashes
+            bits = _mix((rows * stride)[..., None] + (even >> 1), keys).view(torch.int16)
+            return bits >= dropped_steps(p) - STEPS // 2
     bits = _mix((rows * stride)[..., None] + (columns >> 1), keys)
     return (bits >> 16 * (columns & 1)).to(torch.int16) >= dropped_steps(p) - STEPS // 2
 

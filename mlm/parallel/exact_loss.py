@@ -5,6 +5,7 @@ each of w = V / parts columns.
 """
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,118 +14,90 @@ from torch import Tensor
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import HALF, chunk_rows, split_scale
-from mlm.parallel.exact import Region, sum_of_rows, sum_over_ranks, tree_sum, weight_gradient_of_rows
-from mlm.parallel.exact_gradients import GradientTree
+from mlm.parallel.exact import (
+    Region,
+    TreeSum,
+    sum_of_rows,
+    sum_over_ranks,
+    tree_sum,
+    weight_gradient_of_rows,
+)
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.logits import is_argmax, loss_dtype
+from mlm.parallel.logits import is_argmax, label_logits, loss_dtype, softmax_in_place
 from mlm.parallel.matmul import product
 
 
-def exact_cross_entropy(
-    hidden: Tensor,
-    labels: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    *,
-    table: VocabParallelEmbedding,
-    region: Region,
-) -> tuple[Tensor, Tensor]:
+class ExactLoss(torch.autograd.Function):
     """As `cross_entropy_and_hits`, hits 0 without a bias; no operator of tensor parallelism before it."""
-    result: tuple[Tensor, Tensor] = _ExactLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, bias, labels, scale, table, region
-    )
-    return result
 
-
-class _ExactLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        scale: Tensor,
         table: VocabParallelEmbedding,
         region: Region,
+        weight: Tensor,
+        hidden: Tensor,
+        labels: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        local_rows, hidden = len(hidden), region.gather(hidden)
         half, dtype, n = hidden.dtype in HALF, loss_dtype(hidden.dtype), region.terms
         logit_factor, row_factor = split_scale(scale.to(dtype), hidden.dtype)
         weights = table.weight_in(hidden.dtype).chunk(n)
         offsets = [None] * n if bias is None else bias.to(hidden.dtype).chunk(n)
-        count = len(hidden) * region.cp.size // region.cp.parts
-        rows, _ = chunk_rows(count, len(weights[0]) * region.tp.parts, hidden.device.type, half=False)
-        scored = (labels != IGNORE_INDEX).unsqueeze(1)  # [R, 1]
-        d_hidden, losses, hits = torch.empty_like(hidden), list[Tensor](), torch.zeros_like(scale)
-        trees, bias_trees = ([GradientTree(leaf=-(-count // rows)) for _ in weights] for _ in range(2))
-        parts = range(0, len(hidden), count)
-        for part in (
-            slice(i, min(i + rows, first + count))
-            for first in parts
-            for i in range(first, first + count, rows)
-        ):
-            logits = [product(hidden[part], w, b).to(dtype) for w, b in zip(weights, offsets, strict=True)]
+        full = region.gather(hidden)
+        count = len(region.blocks(full)[0])
+        size, _ = chunk_rows(count, len(weights[0]) * region.tp.parts, hidden.device.type, half=False)
+        trees = [TreeSum(leaf=-(-count // size)) for _ in range(n + 1)]  # of weights and of the bias
+        d_hidden, losses, hits = list[Tensor](), list[Tensor](), torch.zeros_like(scale)
+        chunks = (chain(*(part.split(size) for part in region.blocks(t))) for t in (full, labels))
+        for x, targets in zip(*chunks, strict=True):
+            scored = (targets != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]
+            logits = [product(x, w, b).to(dtype) for w, b in zip(weights, offsets, strict=True)]
             if bias is not None:
-                hits += is_argmax(torch.cat(logits, 1), labels[part], table).sum()
-            losses.append(_losses_and_gradient(logits, labels[part], table, region))
+                hits += is_argmax(torch.cat(logits, 1), targets, table).sum()
+            losses.append(_losses_and_gradient(logits, targets, table, region))
             gradients = [p.mul_(logit_factor).to(hidden.dtype) for p in logits] if half else logits
-            d_hidden[part] = tree_sum([product(d, w.t()) for d, w in zip(gradients, weights, strict=True)])
-            if ctx.needs_input_grad[1]:
-                scaled = hidden[part] * (scored[part] if half else (scale * scored[part]).to(dtype))
-                for tree, d in zip(trees, gradients, strict=True):
+            terms = tree_sum([product(d, w.t()) for d, w in zip(gradients, weights, strict=True)])
+            d_hidden.append(terms.mul_(scored))
+            if ctx.needs_input_grad[2]:
+                scaled = x * (scored if half else (scale * scored).to(dtype))
+                for tree, d in zip(trees, gradients, strict=False):
                     tree.add(weight_gradient_of_rows(d, scaled, loss_dtype(weight.dtype)))
             if bias is not None:
-                for tree, d in zip(bias_trees, gradients, strict=True):
-                    tree.add(sum_of_rows(d.to(dtype) * scored[part]))
-        d_hidden = region.reduce(d_hidden)
-        own = scored if len(d_hidden) == len(scored) else scored.view(region.tp.size, -1, 1)[region.tp.rank]
-        assert len(d_hidden) == local_rows
-        d_hidden.mul_((row_factor * own).to(dtype))
-        d_weight = torch.cat([tree.total() for tree in trees]) if ctx.needs_input_grad[1] else None
+                trees[n].add(torch.cat([sum_of_rows(d.to(dtype) * scored) for d in gradients]))
+        d_weight = torch.cat([tree.take() for tree in trees[:n]]) if ctx.needs_input_grad[2] else None
         if d_weight is not None and half:
             d_weight.mul_(row_factor)
-        d_bias: Tensor | None = None
-        if bias is not None:
-            d_bias = torch.cat([tree.total() for tree in bias_trees]).mul_(row_factor).to(bias.dtype)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        d_bias = None if bias is None else trees[n].take().mul_(row_factor).to(bias.dtype)
+        ctx.save_for_backward(d_weight, region.reduce(torch.cat(d_hidden)).mul_(row_factor.to(dtype)), d_bias)
         ctx.mark_non_differentiable(hits := hits * scale)
-        loss = region.everywhere.sum_rows(torch.cat(losses).view(-1, 1, 1), dtype)
+        loss = region.sum_rows(torch.cat(losses).view(-1, 1, 1), dtype)
         return sum_over_ranks(loss, region.cp)[0] * scale, hits
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if d is None else (d * dy).to(d.dtype) for d in ctx.saved_tensors]
-        return *gradients, None, None, None, None
+        dw, dx, db = [None if d is None else (d * dy).to(d.dtype) for d in ctx.saved_tensors]
+        return None, None, dw, dx, None, None, db
 
 
 def _losses_and_gradient(
     logits: list[Tensor], labels: Tensor, table: VocabParallelEmbedding, region: Region
 ) -> Tensor:
     """Each row's loss [R], 0 where ignored; logits n of [R, w] become p - onehot(label)."""
-    tp, n, width = region.tp, len(logits), logits[0].shape[1]
-    target, log_sums, labelled = (
-        torch.zeros_like(logits[0][:, 0]),
-        list[Tensor](),
-        list[tuple[Tensor, Tensor]](),
-    )
+    tp, n, (rows, width) = region.tp, len(logits), logits[0].shape
+    numbers = logits[0].new_zeros(n + 1, rows)  # log-sum-exps of the parts, and the label's logit
+    labelled = list[tuple[Tensor, Tensor]]()
     for i, p in enumerate(logits):
-        first = (tp.rank * n + i) * width
+        first = table.first + i * width
         true = min(max(table.true_rows - first, 0), width)
         p[:, true:] = -math.inf  # padding takes no probability
         column = labels - first
-        is_here = (column >= 0) & (column < true)
-        index = column.masked_fill(~is_here, 0).unsqueeze(1)
-        labelled.append((index, is_here.to(p.dtype).neg_().unsqueeze(1)))
-        target += p.gather(1, index).squeeze(1).masked_fill_(~is_here, 0.0)
-        if true == 0:
-            log_sums.append(torch.full_like(target, -math.inf))
-            p.zero_()
-        else:
-            largest = p.amax(-1)
-            torch.softmax(p, -1, out=p)
-            log_sums.append(largest.sub_(p.amax(-1).log_()))
-    gathered = all_gather(torch.stack([*log_sums, target]), tp)  # [t, n + 1, R]
+        found = label_logits(p, column.masked_fill((column < 0) | (column >= true), -1))
+        labelled.append(found[1:])
+        numbers[n] += found[0]
+        softmax_in_place(p, true, numbers[i])
+    gathered = all_gather(numbers, tp)  # [t, n + 1, R]
     parts, target = gathered[:, :n].flatten(0, 1), gathered[:, n].sum(0)  # one of the targets is not 0
     largest = parts.amax(0)
     log_sum = tree_sum((parts - largest).exp_().unbind()).log_().add_(largest)

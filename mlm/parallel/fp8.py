@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Operand:
-    """`x` [R, C] in an 8-bit format, as `quantize`; by Triton in one pass after that of its maximum."""
+    """`x` [R, C] in an 8-bit format, as `quantize`; by Triton in one pass, after a pass for its maximum."""
     kernels = None if torch.compiler.is_compiling() else matmul.kernels_for(x)
     if kernels is not None:
         return Operand(*kernels.cast_both(x, dtype, TINY))

@@ -1,7 +1,7 @@
 """Data-parallel gradient reduction: buckets summed over dp while backward still runs.
 
 Gradients live in flat buffers (a bucket each) that parameters' `.grad` are views of, so nothing is copied but
-the first gradient of a step, which is written over that of the step before: no pass sets buckets to zero.
+the first gradient of a step, which overwrites the last step's: no pass sets buckets to zero.
 Buckets are filled in the order backward reaches them; on the last micro-batch the all-reduce of a bucket
 starts as soon as its last gradient has arrived: in the backward pass, or where a zero-bubble schedule puts
 weight gradients off, in the last batch of those. Earlier micro-batches only accumulate.
@@ -185,7 +185,7 @@ def build_reducer(
     weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     by_axis = parameters_by_axis(model, dp)
     is_sharded = zero > 0 and dp.group is not None
-    if is_sharded:  # but for routers, `replicated` parameters and those of one rank alone
+    if is_sharded:  # except for routers, `replicated` parameters and parameters of one rank alone
         kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
         by_axis = {axis: [p for p in ps if p in kept or axis.group is None] for axis, ps in by_axis.items()}
     full = {p for parameters in by_axis.values() for p in parameters}

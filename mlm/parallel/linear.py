@@ -26,11 +26,11 @@ from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
 from mlm.parallel.collectives import (
-    copy_to_tp,
     gather_rows,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    traceable,
 )
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, choose_copy, skip_compile
 from mlm.parallel.matmul import add_weight_gradient, bias_gradient, product, uses_onednn, weight_gradient
@@ -53,12 +53,12 @@ def linear(
     is_plain = compute.is_plain and x.dtype == weight.dtype and not uses_onednn(x, weight)
     if is_plain and x.is_contiguous():  # of another PyTorch would keep a copy
         return F.linear(x, weight, bias)  # the same products; a custom node takes as long as a small one
-    apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
+    apply: Callable[..., Tensor] = _apply if compute.deferred is None else _apply_uncompiled
     copies = compute.weight_copy, None if bias is None else compute.bias_copy
+    others = compute.deferred, compute.fused_grad
     if compute.fp8 and in_fp8.fits(x.numel() // x.shape[-1], *weight.shape):
-        apply = _Fp8Linear.apply if compute.deferred is None else _eager_fp8_linear
-        return apply(x, weight, bias, *copies, compute.weight_8, compute.deferred, compute.fused_grad)
-    return apply(x, weight, bias, *copies, compute.deferred, compute.fused_grad)
+        return apply(_Fp8Linear, x, weight, bias, *copies, compute.weight_8, *others)
+    return apply(_Linear, x, weight, bias, *copies, *others)
 
 
 def column_parallel_linear(
@@ -78,9 +78,8 @@ def column_parallel_linear(
     """
     if tp.size == 1:
         return linear(x, weight, bias, compute)
-    if torch.compiler.is_compiling() and not sequence_parallel and compute.deferred is None:
-        return linear(copy_to_tp(x, tp), weight, bias, compute)
-    return _eager_column_parallel(x, tp, sequence_parallel, (compute,), weight, bias)[0]
+    apply: Callable[..., Tensor] = _apply if compute.deferred is None else _apply_uncompiled
+    return apply(_ColumnParallel, x, tp, sequence_parallel, (compute,), weight, bias)[0]
 
 
 def column_parallel_pair(
@@ -100,7 +99,8 @@ def column_parallel_pair(
     if tp.size == 1:
         first, second = map(partial(linear, x), weights, biases, computes)
     else:
-        first, second = _eager_column_parallel(x, tp, sequence_parallel, computes, *weights, *biases)
+        apply = _apply if computes[0].deferred is None else _apply_uncompiled
+        first, second = apply(_ColumnParallel, x, tp, sequence_parallel, computes, *weights, *biases)
     return first, second
 
 
@@ -111,7 +111,16 @@ def row_parallel_linear(
 
     With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `compute.overlap_chunks` must divide them.
     """
-    return _eager_row_parallel(x, weight, tp, sequence_parallel, compute)
+    apply: Callable[..., Tensor] = _apply if compute.deferred is None else _apply_uncompiled
+    return apply(_RowParallel, x, weight, tp, sequence_parallel, compute)
+
+
+def _apply(function: Any, *arguments: object) -> Any:
+    return function.apply(*arguments)
+
+
+_apply_uncompiled = skip_compile(_apply)
+"""Deferred products keep tensors, whose memory compiled code would use again."""
 
 
 class _Linear(torch.autograd.Function):
@@ -214,14 +223,9 @@ class _ColumnParallel(torch.autograd.Function):
     """Layers split by column of one input; `parameters` are all weights, then all biases."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        tp: Axis,
-        sequence_parallel: bool,
-        computes: tuple[ComputeState, ...],
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        # not named above: without gradients Dynamo drops ctx where arguments are as many as names
+        tp, sequence_parallel, computes, *parameters = others
         weights, biases = parameters[: len(computes)], parameters[len(computes) :]
         first = computes[0]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
@@ -230,51 +234,48 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.fused_grad = first.fused_grad if len(computes) == 1 else None
         ctx.leaves = None if ctx.deferred is None else weights
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        ctx.weights_8 = [compute.weight_8 for compute in computes]
-        saved, products = list[Tensor](), list[Product]()
+        ctx.operands = _operands(computes)
+        saved: list[Tensor] = []
+        offsets: list[Tensor | None] = []
         for compute, w, b in zip(computes, weights, biases, strict=True):
             assert w is not None
             saved.append(choose_copy(compute.weight_copy, w, x.dtype))
-            offset = None if b is None else choose_copy(compute.bias_copy, b, x.dtype).to(x.dtype)
-            products.append(_product_with(saved[-1].to(x.dtype), compute, offset))
+            offsets.append(None if b is None else choose_copy(compute.bias_copy, b, x.dtype).to(x.dtype))
+        factors = [w.to(x.dtype) for w in saved]
         ctx.save_for_backward(x, *saved)
-        parts = first.overlap_chunks
-        if sequence_parallel and parts > 1 and x.shape[0] % parts == 0:
-            return tuple(gathered_products(x, tp, parts, products))
-        full = gather_rows(x, tp) if sequence_parallel else x
-        return tuple(multiplied(full) for multiplied in products)
+        if sequence_parallel:
+            parts = first.overlap_chunks
+            return tuple(gathered_products(x, tp, factors, offsets, ctx.operands, ctx.fp8, parts))
+        return tuple(multiply(x) for multiply in _products(factors, offsets, ctx.operands, ctx.fp8))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        tp, count = ctx.tp, len(weights)
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        defers = ctx.deferred is not None and ctx.deferred.open
-        gathers = ctx.sequence_parallel and needs_weights and not defers
-        gathering = start_all_gather(x, tp) if gathers else None
-        summing = None
-        if needs_x:
-            dx, *others = (
-                _input_gradient(dy, w, ctx.fp8, w8)
-                for dy, w, w8 in zip(gradients, weights, ctx.weights_8, strict=True)
-            )
-            for other in others:
-                dx.add_(other)
-            summing = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(dx, tp)
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
-        dw: list[Tensor | None] = [None] * count
-        if needs_weights and defers:
-            _defer_weight_gradients(ctx, x, rows, gather_over=tp if ctx.sequence_parallel else None)
-        elif needs_weights:
-            full = x if gathering is None else gathering.wait()
-            for i, dy in enumerate(rows):
-                dw[i] = _weight_gradient(full, ctx.dtypes[i], ctx.fused_grad, dy, ctx.fp8)
-        needs_biases = ctx.needs_input_grad[4 + count :]
+        dtypes, needs_biases = ctx.dtypes[len(weights) :], ctx.needs_input_grad[4 + len(weights) :]
         db = [
             bias_gradient(dy, dtype) if needs_bias else None
-            for dy, dtype, needs_bias in zip(rows, ctx.dtypes[count:], needs_biases, strict=True)
+            for dy, dtype, needs_bias in zip(rows, dtypes, needs_biases, strict=True)
         ]
-        return None if summing is None else summing.wait(), None, None, None, *dw, *db
+        if needs_weights and ctx.deferred is not None and ctx.deferred.open:
+            _defer_weight_gradients(ctx, x, rows, gather_over=ctx.tp if ctx.sequence_parallel else None)
+            needs_weights = False
+        dx, *dw = column_gradients(
+            x,
+            ctx.tp,
+            list(gradients),
+            weights,
+            ctx.operands,
+            ctx.fused_grad,
+            ctx.sequence_parallel,
+            ctx.fp8,
+            ctx.dtypes[0],
+            [needs_x, needs_weights],
+        )
+        gives_dw = needs_weights and ctx.fused_grad is None
+        results = [dw[i] if gives_dw else None for i in range(len(weights))]
+        return dx if needs_x else None, None, None, None, *results, *db
 
 
 class _RowParallel(torch.autograd.Function):
@@ -287,21 +288,18 @@ class _RowParallel(torch.autograd.Function):
         saved = choose_copy(compute.weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.fused_grad = weight.dtype, compute.fused_grad
-        ctx.fp8, ctx.weight_8 = compute.fp8, compute.weight_8
+        ctx.fp8, ctx.operands = compute.fp8, _operands([compute])
         ctx.deferred, ctx.leaves = compute.deferred, None if compute.deferred is None else [weight]
         ctx.gather_over, ctx.parts = tp if sequence_parallel else None, compute.overlap_chunks
-        reduce_product = scattered_product if sequence_parallel else summed_product
-        return reduce_product(x, tp, ctx.parts, _product_with(saved.to(x.dtype), compute))
+        return reduced_product(x, tp, saved.to(x.dtype), ctx.operands, ctx.fp8, sequence_parallel, ctx.parts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weight = weight.to(dy.dtype)
-        times_weight = partial(_input_gradient, weight=weight, fp8=ctx.fp8, weight_8=ctx.weight_8)
         if ctx.gather_over is None:
-            dx = times_weight(dy)
+            dx = _input_gradient(dy, weight, ctx.fp8, _operand(ctx.operands, 0))
         else:  # the gathered gradient is kept: the weight's gradient is a product with all of it
-            dy, dx = gathered_products(dy, ctx.gather_over, ctx.parts, [lambda rows: rows, times_weight])
+            dy, dx = gathered_gradient(dy, ctx.gather_over, weight, ctx.operands, ctx.fp8, ctx.parts)
         rows, dw = dy.reshape(-1, dy.shape[-1]), None
         if ctx.needs_input_grad[1]:
             if ctx.deferred is not None and ctx.deferred.open:
@@ -311,17 +309,23 @@ class _RowParallel(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-_eager_linear: Callable[..., Tensor] = skip_compile(_Linear.apply)
-"""torch.compile traces neither communication that is waited for later nor deferred products."""
-_eager_fp8_linear: Callable[..., Tensor] = skip_compile(_Fp8Linear.apply)
-_eager_column_parallel: Callable[..., tuple[Tensor, ...]] = skip_compile(_ColumnParallel.apply)
-_eager_row_parallel: Callable[..., Tensor] = skip_compile(_RowParallel.apply)
+def _operands(computes: Sequence[ComputeState]) -> list[Tensor]:
+    """Return the weights that were cast to 8 bits before, three tensors each; none unless all were."""
+    cast = [compute.weight_8 for compute in computes if compute.weight_8 is not None]
+    return [x for operand in cast for x in operand] if len(cast) == len(computes) else []
 
 
-def _product_with(weight: Tensor, compute: ComputeState, bias: Tensor | None = None) -> Product:
-    if compute.fp8:
-        return partial(in_fp8.product, weight=weight, bias=bias, weight_8=compute.weight_8)
-    return partial(product, weight=weight, bias=bias)
+def _operand(operands: Sequence[Tensor], i: int) -> in_fp8.Operand | None:
+    return in_fp8.Operand(*operands[3 * i : 3 * i + 3]) if operands else None
+
+
+def _products(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], operands: Sequence[Tensor], fp8: bool
+) -> list[Product]:
+    terms: list[dict[str, Any]] = [{"weight": w, "bias": b} for w, b in zip(weights, biases, strict=True)]
+    if not fp8:
+        return [partial(product, **term) for term in terms]
+    return [partial(in_fp8.product, **term, weight_8=_operand(operands, i)) for i, term in enumerate(terms)]
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, fp8: bool, weight_8: in_fp8.Operand | None) -> Tensor:
@@ -357,8 +361,8 @@ def _defer_weight_gradients(
     ctx.deferred.jobs.append(run)
 
 
-def gathered_products(x: Tensor, tp: Axis, parts: int, products: Sequence[Product]) -> list[Tensor]:
-    """Return products of the rows of all ranks: [S/t, B, I] -> [S, B, O] each.
+def _gather_and_multiply(x: Tensor, tp: Axis, parts: int, products: Sequence[Product]) -> list[Tensor]:
+    """Return products of the rows of all ranks, in parts: [S/t, B, I] -> [S, B, O] each.
 
     `x` are this rank's rows; `products` map a part's rows [S/k, B, I], k = `parts`, which divides S/t.
     """
@@ -374,14 +378,114 @@ def gathered_products(x: Tensor, tp: Axis, parts: int, products: Sequence[Produc
     return [full.flatten(0, 2) for full in outputs]
 
 
-def scattered_product(x: Tensor, tp: Axis, parts: int, product: Product) -> Tensor:
-    """Return this rank's rows of the sum over tp: [S, B, I/t] -> [S/t, B, O]. tk must divide S."""
-    rows = x.unflatten(0, (tp.size, parts, -1))  # [t, k, S/(tk), B, I/t]
-    pending = [start_reduce_scatter(product(rows[:, i].flatten(0, 1)), tp) for i in range(parts)]
+@traceable(
+    "(Tensor x, str tp, Tensor[] weights, Tensor?[] biases, Tensor[] operands, bool fp8, int parts)"
+    " -> Tensor[]",
+    lambda x, tp, weights, *_: [
+        x.new_empty((tp.size * x.shape[0], *x.shape[1:-1], w.shape[0])) for w in weights
+    ],
+)
+def gathered_products(
+    x: Tensor,
+    tp: Axis,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    operands: list[Tensor],
+    fp8: bool,
+    parts: int,
+) -> list[Tensor]:
+    """Return products of the rows of all ranks: [S/t, B, I] -> [S, B, O] each."""
+    products = _products(weights, biases, operands, fp8)
+    if parts > 1 and x.shape[0] % parts == 0:
+        return _gather_and_multiply(x, tp, parts, products)
+    full = gather_rows(x, tp)
+    return [multiply(full) for multiply in products]
+
+
+def _column_gradient_shapes(
+    x: Tensor, _: Axis, gradients: list[Tensor], weights: list[Tensor], *others: Any
+) -> tuple[Tensor, ...]:
+    _, fused_grad, _, _, dtype, (needs_x, needs_weights) = others
+    dx = gradients[0].new_empty(x.shape if needs_x else 0)
+    given = weights if needs_weights and fused_grad is None else []
+    dw = [w.new_empty(w.shape, dtype=dtype) for w in given]
+    return dx, *dw, *(x.new_empty(0) for _ in range(2 - len(dw)))
+
+
+@traceable(
+    "(Tensor x, str tp, Tensor[] gradients, Tensor[] weights, Tensor[] operands, Tensor(a!)? fused_grad,"
+    " bool sequence_parallel, bool fp8, ScalarType dtype, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)",
+    _column_gradient_shapes,
+    changes=["fused_grad"],
+)
+def column_gradients(
+    x: Tensor,
+    tp: Axis,
+    gradients: list[Tensor],
+    weights: list[Tensor],
+    operands: list[Tensor],
+    fused_grad: Tensor | None,
+    sequence_parallel: bool,
+    fp8: bool,
+    dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Return dx, summed over tp, and dW of one layer or two of one input; empty ones where none is needed.
+
+    x is gathered while dx is computed, and dx is summed while dW is, which may be added to `fused_grad`.
+    """
+    needs_x, needs_weights = needs
+    gathering = start_all_gather(x, tp) if sequence_parallel and needs_weights else None
+    dx, dw, summing = x.new_empty(0), [], None
+    if needs_x:
+        dx, *others = (
+            _input_gradient(dy, w, fp8, _operand(operands, i))
+            for i, (dy, w) in enumerate(zip(gradients, weights, strict=True))
+        )
+        for other in others:
+            dx.add_(other)
+        summing = (start_reduce_scatter if sequence_parallel else start_all_reduce)(dx, tp)
+    if needs_weights:
+        full = x if gathering is None else gathering.wait()
+        for dy in gradients:
+            dw.append(_weight_gradient(full, dtype, fused_grad, dy.reshape(-1, dy.shape[-1]), fp8))
+    given = [each for each in dw if each is not None]
+    empty = (x.new_empty(0) for _ in range(2 - len(given)))
+    return dx if summing is None else summing.wait(), *given, *empty
+
+
+@traceable(
+    "(Tensor x, str tp, Tensor weight, Tensor[] operands, bool fp8, bool scatters, int parts) -> Tensor",
+    lambda x, tp, weight, _operands, _fp8, scatters, _parts: x.new_empty(
+        (x.shape[0] // tp.size if scatters else x.shape[0], *x.shape[1:-1], weight.shape[0])
+    ),
+)
+def reduced_product(
+    x: Tensor, tp: Axis, weight: Tensor, operands: list[Tensor], fp8: bool, scatters: bool, parts: int
+) -> Tensor:
+    """Return the sum over tp of a product, or with `scatters` this rank's rows of it.
+
+    [S, B, I/t] -> [S, B, O] or [S/t, B, O]; k divides S, or S/t.
+    """
+    (multiply,) = _products([weight], [None], operands, fp8)
+    if scatters:
+        rows = x.unflatten(0, (tp.size, parts, -1)).unbind(1)  # k of [t, S/(tk), B, I/t]
+        pending = [start_reduce_scatter(multiply(part.flatten(0, 1)), tp) for part in rows]
+    else:
+        pending = [start_all_reduce(multiply(part), tp) for part in x.chunk(parts)]
     return torch.cat([each.wait() for each in pending])
 
 
-def summed_product(x: Tensor, tp: Axis, parts: int, product: Product) -> Tensor:
-    """Return the sum over tp: [S, B, I/t] -> [S, B, O]. k must divide S."""
-    pending = [start_all_reduce(product(part), tp) for part in x.chunk(parts)]
-    return torch.cat([each.wait() for each in pending])
+@traceable(
+    "(Tensor dy, str tp, Tensor weight, Tensor[] operands, bool fp8, int parts) -> Tensor[]",
+    lambda dy, tp, weight, *_: [
+        dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:-1], size)) for size in weight.shape
+    ],
+)
+def gathered_gradient(
+    dy: Tensor, tp: Axis, weight: Tensor, operands: list[Tensor], fp8: bool, parts: int
+) -> list[Tensor]:
+    """Return the gradient of all rows and its product with the weight, [S, B, O] and [S, B, I]."""
+    times_weight = partial(_input_gradient, weight=weight, fp8=fp8, weight_8=_operand(operands, 0))
+    return _gather_and_multiply(dy, tp, parts, [lambda rows: rows, times_weight])

@@ -89,27 +89,17 @@ def softmax_and_loss(
         losses [R] (0 where ignored) in float32 or float64.
     """
     tp, true = table.tp, table.true_local_rows
-    column = columns_of(labels, table)
-    index = column.clamp(min=0).unsqueeze(1)
-    target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(column < 0, 0.0)
-    minus_one = (column >= 0).to(target.dtype).neg_().unsqueeze(1)  # -1 where the label is here
-    log_sum, largest = torch.empty_like(target), torch.empty_like(target)
+    target, index, minus_one = label_logits(logits, columns_of(labels, table))
+    log_sum = torch.empty_like(target)
     if true < logits.shape[1]:
         logits[:, true:] = -math.inf  # padding takes no probability, at every tp
-    tensors = (logits, index, minus_one, log_sum, largest, target)
+    tensors = (logits, index, minus_one, log_sum, target)
     blocks = (
         [tensors] if buffer is None else zip(*(x.split(max(1, len(buffer))) for x in tensors), strict=True)
     )
-    for block, block_index, block_minus_one, block_log_sum, block_largest, block_target in blocks:
+    for block, block_index, block_minus_one, block_log_sum, block_target in blocks:
         p = block if buffer is None else buffer[: len(block)].copy_(block)
-        if true == 0:  # a shard of nothing but padding
-            block_log_sum.fill_(-math.inf)
-            p.zero_()
-        else:
-            torch.amax(p, -1, out=block_log_sum)
-            torch.softmax(p, -1, out=p)
-            # log-sum-exp from the largest probability, at least 1/V: no pass over the row is repeated
-            block_log_sum.sub_(torch.amax(p, -1, out=block_largest).log_())
+        softmax_in_place(p, true, block_log_sum)
         if tp.size > 1:
             parts = all_gather(torch.stack([block_log_sum, block_target]), tp)  # [t, 2, r]
             global_log_sum = torch.logsumexp(parts[:, 0], 0)
@@ -127,10 +117,29 @@ def softmax_and_loss(
     return log_sum.sub_(target).masked_fill_(labels == IGNORE_INDEX, 0.0)
 
 
+def label_logits(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's logit at its column [R], 0 where that is -1; and columns and -1 to add there, [R, 1]."""
+    index, is_here = column.clamp(min=0).unsqueeze(1), column >= 0
+    target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(~is_here, 0.0)
+    return target, index, is_here.to(target.dtype).neg_().unsqueeze(1)
+
+
+def softmax_in_place(p: Tensor, true: int, log_sum: Tensor) -> None:
+    """Replace logits [R, W] by their softmax, and write log-sum-exps [R]; columns from `true` on are -inf."""
+    if true == 0:  # a shard of nothing but padding
+        log_sum.fill_(-math.inf)
+        p.zero_()
+        return
+    torch.amax(p, -1, out=log_sum)
+    torch.softmax(p, -1, out=p)
+    # log-sum-exp from the largest probability, at least 1/V: no pass over the row is repeated
+    log_sum.sub_(p.amax(-1).log_())
+
+
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE_INDEX."""
     if table.tp.size == 1:
-        return labels.clamp(min=-1)  # IGNORE_INDEX is negative, padding is no label
+        return labels.clamp(min=-1)  # IGNORE_INDEX is negative, padding is not a label
     column = labels - table.first
     return column.masked_fill((column < 0) | (column >= table.true_local_rows), -1)
 

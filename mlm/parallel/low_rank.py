@@ -189,7 +189,7 @@ class ExpertAdapter(nn.Module):
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 
     def term(self, x: Tensor, runs: Runs, weight: str) -> Tensor:
-        """Return the term beside this rank's of a weight, up or down, times x: [R, I] -> [R, O]."""
+        """Return the adapter's term of a weight, up or down, times x: [R, I] -> [R, O]."""
         a, b = (getattr(self, f"{weight}_{part}") for part in "ab")
         return grouped_linear(grouped_linear(x, a, runs) * self.scale, b, runs)
 
@@ -202,7 +202,7 @@ def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: i
 
 
 def row_factors(weight: Tensor, changed: Tensor, magnitude: Tensor, tp: Axis) -> Tensor:
-    """Return what makes the norms of changed rows those of W's plus `magnitude`: [O]. Collective.
+    """Return the factors that bring the norms of changed rows to W's plus `magnitude`: [O]. Collective.
 
     Each rank of `tp` has some columns of both weights.
     """

@@ -4,7 +4,7 @@ gloo sends them through sockets: 1.5 MiB take it 1.9 ms, with four changes of th
 
 The memory is an anonymous file: it has no name to collide or to be left behind, and is gone with the last of
 the two processes, however they end. Each rank has two slots for its messages. It fills one and then writes
-the message's length beside it; the other reads both and sets the length to 0. These orders are kept by x86
+the message's length next to it; the other reads both and sets the length to 0. These orders are kept by x86
 processors alone, so that others use gloo.
 """
 
@@ -74,16 +74,13 @@ class Mailbox:
                 continue
             if time.monotonic() > deadline:
                 raise RuntimeError(f"shared memory: timed out after {self.timeout_s:g} s")
-            if self._is_alone() and (lengths[rank, slot, 0] > 0) != is_full:
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.rank)
+            except OSError:
+                continue
+            # the other process has ended, as its lock can be had: its last message may be there by now
+            if (lengths[rank, slot, 0] > 0) != is_full:
                 raise RuntimeError("shared memory: connection closed by peer")
-
-    def _is_alone(self) -> bool:
-        """True once the other process has ended: its lock can be had."""
-        try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.rank)
-        except OSError:
-            return False
-        return True
 
 
 @dataclass(slots=True)
@@ -117,13 +114,23 @@ def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | 
     facts = torch.tensor([os.getpid(), fd, secrets.randbits(62)])
     try:
         if IS_SUPPORTED and rank == 0:
-            fd = facts[1] = _create_memory(int(facts[2]))
+            fd = os.memfd_create(NAME)
+            os.ftruncate(fd, HEADER_BYTES + 4 * SLOT_BYTES)
+            os.pwrite(fd, int(facts[2]).to_bytes(8, "little"), HEADER_BYTES - 8)
+            facts[1] = fd
     except OSError:
-        pass
+        fd = -1
     dist.broadcast(facts, group=group, group_src=0)
     try:
         if IS_SUPPORTED and rank == 1:
-            fd = _open_memory(*facts.tolist())
+            pid, pid_fd, token = facts.tolist()
+            path = f"/proc/{pid}/fd/{pid_fd}"
+            # on another host something else may be there: it has another name, or another token
+            if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+                raise FileNotFoundError(path)
+            fd = os.open(path, os.O_RDWR)
+            if os.pread(fd, 8, HEADER_BYTES - 8) != token.to_bytes(8, "little"):
+                raise FileNotFoundError(path)
         if fd >= 0:
             mailbox = Mailbox(fd, rank, timeout_s)
     except OSError:
@@ -132,22 +139,3 @@ def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | 
     has_both = torch.tensor([mailbox is not None], dtype=torch.int64)
     dist.all_reduce(has_both, op=dist.ReduceOp.MIN, group=group)
     return mailbox if has_both.item() else None
-
-
-def _create_memory(token: int) -> int:
-    fd = os.memfd_create(NAME)
-    os.ftruncate(fd, HEADER_BYTES + 4 * SLOT_BYTES)
-    os.pwrite(fd, token.to_bytes(8, "little"), HEADER_BYTES - 8)
-    return fd
-
-
-def _open_memory(pid: int, pid_fd: int, token: int) -> int:
-    """Open the other rank's memory. Raises OSError if what is there is something else, as on another host."""
-    path = f"/proc/{pid}/fd/{pid_fd}"
-    if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-        raise FileNotFoundError(path)
-    fd = os.open(path, os.O_RDWR)
-    if os.pread(fd, 8, HEADER_BYTES - 8) != token.to_bytes(8, "little"):
-        os.close(fd)
-        raise FileNotFoundError(path)
-    return fd

@@ -56,6 +56,10 @@ class Axis:
         return self.exact_parts or self.size
 
 
+AXES: dict[str, Axis] = {}
+"""This rank's axes by the names of their groups, for operators of PyTorch, which take no objects."""
+
+
 @dataclass(frozen=True)
 class ExpertAxes:
     """Axes of the experts of a mixture, folded of the ranks of one pipeline stage."""
@@ -88,7 +92,7 @@ class ParallelContext:
     world_size: int = 1
     device: torch.device = CPU
     host_group: ProcessGroup | None = None
-    """All ranks over gloo, for what is no tensor on the device: checkpoints, stop requests."""
+    """All ranks over gloo, for messages outside the device: checkpoints, stop requests."""
     world: Axis = Axis("world")
     """`host_group` as an axis."""
     watch: Watch = field(default_factory=Watch, compare=False)
@@ -156,6 +160,8 @@ def build_mesh(
         name: _make_axis(name, line.tolist(), rank, timeout_s, watch, device) for name, line in lines.items()
     }
     hosts = host_group(world_size, timeout_s, host_backend)
+    if hosts is not None:
+        dist.barrier(hosts)  # gloo returns when this rank is connected: one that ended now would fail others
     everyone = tuple(range(world_size)) if hosts is not None else ()
     return _context(
         axes,
@@ -205,7 +211,7 @@ def folds_tp(tp: int, expert_tp: int | None) -> bool:
 def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> ProcessGroup | None:
     """A new group of all ranks for host memory; None when there is one rank. Every rank calls this.
 
-    A thread that communicates beside the main one needs a separate group.
+    A thread that communicates while the main one does needs a separate group.
     """
     if world_size == 1:
         return None
@@ -220,7 +226,7 @@ def _make_axis(
     axis, limit, options = Axis(name, watch=watch), timedelta(seconds=timeout_s), None
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # not in every build
     if nccl is not None and name == "tp" and device.type == "cuda" and dist.get_backend() == "nccl":
-        # Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
+        # The next layer waits for sums over tp: their kernels go before the kernels of a layer's weight
         # gradients, which have the device to themselves otherwise.
         options = nccl.Options()
         options.is_high_priority_stream = True
@@ -234,4 +240,5 @@ def _make_axis(
                 at = line.index(rank)
                 mailbox = open_mailbox(group, at, timeout_s) if swaps else None
                 axis = Axis(name, at, len(line), group, tuple(line), watch, through_host, swaps, mailbox)
+                AXES[group.group_name] = axis
     return axis

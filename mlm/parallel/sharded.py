@@ -137,7 +137,7 @@ class ShardedReducer:
             unit.reshard()
 
     def gathered_parameters(self) -> Iterator[Any]:
-        """FSDP2's parameters, whose gradients are those of full weights where passes do not reduce."""
+        """FSDP2's parameters, whose gradients belong to full weights where passes do not reduce."""
         for unit in (*self.units, self.root):
             group = unit._get_fsdp_state()._fsdp_param_group
             yield from () if group is None else group.fsdp_params

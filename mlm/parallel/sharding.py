@@ -6,7 +6,7 @@ same part of the split ones, and its gradient is the sum over them; a replicated
 this rank's term of a sum is marked by a true `is_partial`.
 
 Experts are split over ep, too, along dim 0, and have replicas of their own: a module of them has
-`expert_axes`, whose tp (the ranks that split each expert) stands for that of the model.
+`expert_axes`, whose tp (the ranks that split each expert) stands for the model's.
 
 A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
 number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
@@ -84,7 +84,7 @@ class ParameterShard:
         return self.tp.rank % (self.tp.size if self.tp_dim is None else self.replicas) == 0
 
     def replica_axis(self, replicas: Axis) -> Axis:
-        """The ranks that hold the same part, tp aside: `replicas` of the model, or those of experts."""
+        """The ranks that hold the same part, tp aside: `replicas` of the model, or of experts."""
         return replica_axis(self.module, replicas)
 
     def is_stored(self, replicas: Axis) -> bool:
@@ -131,7 +131,7 @@ class ParameterShard:
 
 
 def replica_axis(module: nn.Module, replicas: Axis) -> Axis:
-    """The ranks that hold the same parameters of a module: `replicas` of the model, or those of experts."""
+    """The ranks that hold the same parameters of a module: `replicas` of the model, or of experts."""
     axes: ExpertAxes | None = getattr(module, "expert_axes", None)
     return replicas if axes is None or axes.replicas is None else axes.replicas
 

@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import read_rank_position
 from mlm.launch.start import run_job
 from mlm.optim.auto_precision import AMPERE
 from mlm.optim.precision import DTYPES
@@ -92,7 +92,7 @@ def run(config: PlanCalibrateConfig) -> int:
 
     Raises UserError if a result cannot be written, or ranks cannot be started.
     """
-    place = read_rank_place(os.environ)
+    place = read_rank_position(os.environ)
     if place is not None:
         local = place.local_world_size
     elif device_kind(config.dist) == "cuda":
@@ -115,8 +115,20 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     measured = measure(ctx, workload)
     if not ctx.is_main:
         return
-    content, out = as_yaml(hardware_of_this(ctx, workload, measured, before), ctx), console()
-    out.print(content.decode())
+    # the form that `hardware=FILE.yaml` reads, without what is unknown
+    hardware = asdict(hardware_of_this(ctx, workload, measured, before))
+    values = {key: value for key, value in hardware.items() if value is not None}
+    for section in ("peak_tflops", "efficiency"):
+        values[section] = {key: value for key, value in values[section].items() if value is not None}
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = (
+        f"{CALIBRATION_MARK.decode()}: {ctx.world_size} ranks on {ctx.dp.size} host(s), {when}\n"
+        "# Measured are the rate of products, the memory's bandwidth and the links; a known GPU has its\n"
+        "# datasheet's peaks. A device is one of the ranks, all of which were busy at once.\n"
+    )
+    body: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    content, out = (head + body).encode(), console()
+    out.print(head + body)
     kept = calibration_file()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -236,21 +248,6 @@ def hardware_of_this(
             network=1.0,
         ),
     )
-
-
-def as_yaml(hardware: HardwareConfig, ctx: ParallelContext) -> bytes:
-    """The hardware as `hardware=FILE.yaml` reads it; what is unknown is left out."""
-    values = {key: value for key, value in asdict(hardware).items() if value is not None}
-    for section in ("peak_tflops", "efficiency"):
-        values[section] = {key: value for key, value in values[section].items() if value is not None}
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    head = (
-        f"{CALIBRATION_MARK.decode()}: {ctx.world_size} ranks on {ctx.dp.size} host(s), {when}\n"
-        "# Measured are the rate of products, the memory's bandwidth and the links; a known GPU has its\n"
-        "# datasheet's peaks. A device is one of the ranks, all of which were busy at once.\n"
-    )
-    body: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return (head + body).encode()
 
 
 def figures(value: float, digits: int = 3) -> float:

@@ -139,11 +139,8 @@ def first_violation(rules: Iterable[LayoutRule], values: LayoutValues, launch: L
     return next((found for rule in rules if (found := rule.violation(values, launch))), None)
 
 
-def _last_read(rule: LayoutRule) -> str:
-    """The last field that a rule reads; the first of all if it reads none."""
-    read = [name for name in FIELDS if BATCH_NAMES.get(name, name) in rule.inputs]
-    return read[-1] if read else FIELDS[0]
-
-
-CHECKED = {name: [rule for rule in TRAIN_RULES if _last_read(rule) == name] for name in FIELDS}
-"""Rules by the field with which they are checked."""
+CHECKED: dict[str, list[LayoutRule]] = {name: [] for name in FIELDS}
+"""Rules by the field with which they are checked: the last that they read, the first of all for none."""
+for checked_rule in TRAIN_RULES:
+    read = [name for name in FIELDS if BATCH_NAMES.get(name, name) in checked_rule.inputs]
+    CHECKED[read[-1] if read else FIELDS[0]].append(checked_rule)

@@ -40,13 +40,13 @@ class PlanScheduleConfig:
     pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture: .svg or .png draw it (mlm[reproduce]), .json lists it; null
+    """File to write besides the printed picture: .svg or .png draw it (mlm[reproduce]), .json lists it; null
     writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchedBatchConfig(TrainConfig):
-    """The batch of a search, and what a run sets beside it."""
+    """The batch of a search, and a run's other settings."""
 
     micro_batch_size: MicroBatchSize | None = None  # type: ignore[assignment]
     """Samples one rank runs through the model at once, B; null searches."""
@@ -74,7 +74,7 @@ class PlannedRunConfig(PretrainConfig):
     """A pretraining run, of which a command tells something without its devices."""
 
     out: ResultFile | None = None  # type: ignore[assignment]  # a run folder in what it derives from
-    """File to write beside the printed tables, .json or where rows are printed .csv; null writes none."""
+    """File to write besides the printed tables, .json or where rows are printed .csv; null writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

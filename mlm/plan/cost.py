@@ -1,4 +1,4 @@
-"""Time of a training step, from what the modules were counted to do; the guide Planning has each term.
+"""Time of a training step, from counts of what the modules do.
 
 Times are in seconds. A home's pass is the sum of its matrix products (a roofline with an efficiency that is
 smooth in each dimension), fused attention, other kernels (bytes over bandwidth) and the communication that
@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from mlm.parallel.config import ParallelConfig
@@ -62,14 +62,14 @@ RING_HOP_S, NETWORK_HOP_S, POSTS = 3.4e-6, 14e-6, 3
 """Seconds of a hop of NCCL's rings over NVLink, and over a network, and times that a host posts to the
 network in each hop of a ring over several nodes (src/graph/tuning.cc, protocol Simple)."""
 MESSAGE_SMS = 16
-"""Multiprocessors that a message takes from kernels beside it: NCCL's channels over eight links, one each
+"""Multiprocessors that a message takes from concurrent kernels: NCCL's channels over eight links, one each
 (github.com/NVIDIA/nccl, issues 1041 and 1656)."""
 MLM, MLM_ON_CPU = Software(), Software(compiled=False, overlaps=False, overlaps_dp=False)
 """This toolkit on GPUs, and on CPUs."""
 
 
 class HomeTime(NamedTuple):
-    """A layer, or an end of the model, on one micro-batch."""
+    """Times of a layer, or of an end of the model, on one micro-batch."""
 
     forward: Times
     backward: Times
@@ -115,7 +115,7 @@ class CostModel:
         return max(arithmetic, p.bytes / self.bandwidth)
 
     def traffic(self, work: Work, *, fused: bool) -> float:
-        """Kernels that are not products."""
+        """Seconds of kernels other than products."""
         size = work.fused_bytes if fused else work.eager_bytes
         return size / self.bandwidth + work.kernels * self.hardware.kernel_us * 1e-6
 
@@ -127,7 +127,7 @@ class CostModel:
     def link(self, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
-        An axis that crosses nodes has the network of those of a node's devices that are on it: one of 8 where
+        An axis that crosses nodes has the network of the node's devices that are on it: one of 8 where
         tp = 8 is inside, all for tp = 16, two for those groups of tp = 6 that lie across two nodes of 8.
         """
         hardware, share = self.hardware, self.hardware.efficiency.network * 1e9
@@ -149,7 +149,7 @@ class CostModel:
         return self._pass(size, ranks, stride) + (hops - apart) * near + apart * NETWORK_HOP_S
 
     def gather_shards(self, size: float, ranks: int, stride: int) -> float:
-        """The same of sharded weights or gradients."""
+        """`gather` of sharded weights or gradients, which other programs do otherwise."""
         return self.gather(size, ranks, stride)
 
     def all_to_all(self, size: float, ranks: int, stride: int) -> float:
@@ -219,16 +219,11 @@ class CostModel:
 
     def _prices(self, split: ParallelConfig) -> list[dict[Place, Times]]:
         """Times by phase and home, of one sample and of two."""
-        return [
-            {
-                place: self.price(work, split, fused=self.software.compiled)
-                for place, work in count.work.items()
-            }
-            for count in self.counts.counts(split).passes
-        ]
+        price, passes = partial(self.price, fused=self.software.compiled), self.counts.counts(split).passes
+        return [{place: price(work, split) for place, work in count.work.items()} for count in passes]
 
     def _home_times(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
-        """Passes of each home on a micro-batch, what is recomputed in backward."""
+        """Times of each home on a micro-batch; recomputation counts as backward."""
         layout, recompute, homes = split, split.recompute, dict[str, HomeTime]()
         if recompute in ("full", "budget") or (recompute == "selective" and self.counts.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
@@ -266,9 +261,8 @@ class CostModel:
         def cost(home: str) -> tuple[float, float, float]:
             """Forward, backward with additions to gradients, and its part for weights."""
             parts = [times[part] for part in ENDS.get(home, (home,))]
-            added = addition_s * sum(
-                shard.size for shard in self.counts.state(split, home) if shard.is_trained
-            )
+            trained = (shard.size for shard in self.counts.state(split, home) if shard.is_trained)
+            added = addition_s * sum(trained)
             forward, backward = (sum(map(sum, passes)) for passes in zip(*parts, strict=True))
             # Of a layer's two equal products in backward, a zero-bubble schedule puts the weight's off.
             return forward, backward + added, sum(x.backward[0] / 2 for x in parts) + added
@@ -294,7 +288,17 @@ class CostModel:
             costs = [replace(cost, transfer=transfer) for cost in times]
             elapsed = pipeline_time(layout.pipeline, p, layout.vp, m, costs)
         reduction, optimizer, gathers = self.after(layout)
-        parts = self._parts(layout, busy)
+        # computation and exposed communication of the modules, of an average pipeline rank
+        homes, parts = self.home_times(layout.split, layout.micro_batch), dict.fromkeys(PARTS, 0.0)
+        for home, count in Counter(map(str, self.counts.kinds)).items():
+            time, repeated = homes[home], self.repeated(homes[home].forward, layout)
+            for name, f, b, r in zip(COMPUTED, time.forward, time.backward, repeated, strict=True):
+                parts[name] += m / p * count * (f + b - r)
+            parts["recompute"] += m / p * count * sum(repeated)
+        for home in (EMBEDDING, VOCABULARY):
+            for name, seconds in zip(COMPUTED, map(sum, zip(*homes[home], strict=True)), strict=True):
+                parts[name if home == EMBEDDING or name in COMPUTED[3:] else "vocabulary"] += m / p * seconds
+        parts["elementwise"] += busy - sum(parts.values())  # additions of gradients
         parts["pp"] = min(elapsed - busy, 2 * (p - 1) * transfer)  # there and back through the ramps
         parts["dp"], parts["optimizer"] = reduction + gathers, optimizer
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
@@ -389,7 +393,7 @@ class CostModel:
     def _update(self, split: ParallelConfig) -> tuple[float, float, float]:
         """Share of elements that is trained, and seconds of the optimizer for each element.
 
-        Then those of Muon's products, and of its messages over tp, for each element of a layer.
+        Then for Muon's products, and for its messages over tp, for each element of a layer.
         """
         counted = self.counts.counts(split)
         layers = sum(self.counts.elements(split, str(kind)) for kind in set(self.counts.kinds))
@@ -397,19 +401,3 @@ class CostModel:
         products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
         muon = (products + sum(messages)) / layers if products else 0.0
         return counted.trained / total, elementwise / total, muon
-
-    def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
-        """Computation and exposed communication of the modules, of an average pipeline rank."""
-        homes = self.home_times(layout.split, layout.micro_batch)
-        m, p = layout.micro_batches, layout.pp
-        parts = dict.fromkeys(PARTS, 0.0)
-        for home, count in Counter(map(str, self.counts.kinds)).items():
-            time, repeated = homes[home], self.repeated(homes[home].forward, layout)
-            for name, f, b, r in zip(COMPUTED, time.forward, time.backward, repeated, strict=True):
-                parts[name] += m / p * count * (f + b - r)
-            parts["recompute"] += m / p * count * sum(repeated)
-        for home in (EMBEDDING, VOCABULARY):
-            for name, seconds in zip(COMPUTED, map(sum, zip(*homes[home], strict=True)), strict=True):
-                parts[name if home == EMBEDDING or name in COMPUTED[3:] else "vocabulary"] += m / p * seconds
-        parts["elementwise"] += busy - sum(parts.values())  # additions of gradients
-        return parts

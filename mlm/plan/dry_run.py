@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 MESSAGE = Message._fields[:-1]
 """Fields of a message that its likes share."""
 PROCESS = 390_000_000
-"""Bytes of a process beside its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
+"""Bytes of a process without its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
 
 
 def run(config: PlanDryRunConfig) -> DryRun:

@@ -21,15 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
-from mlm.plan.trace import Message, Place, Trace, tensors_of
+from mlm.plan.trace import Message, Trace, tensors_of
 
-FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
-    "forward",
-    "backward",
-    "recomputed",
-    "optimizer",
-    "between passes",
-)
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+OPTIMIZER, BETWEEN = "optimizer", "between passes"
 """Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
 IN_ATTENTION = "extra in attention"
 """Products of fused kernels that the model has not: q k^T again in backward, and columns that pad values."""
@@ -160,22 +155,18 @@ class Meter(TorchDispatchMode):
             self.trace.operator(place, func, args, kwargs, out, flops)
         name = func.__name__.split(".")[0]
         if func.namespace == "c10d" and name in OPERATIONS:
-            self._count_message(place, OPERATIONS[name], args)
+            operation, tensors = OPERATIONS[name], list(tensors_of(args[:2]))
+            group = next(x for x in args if isinstance(x, torch.ScriptObject))
+            axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
+            message = Message(axis, operation, ranks, max(tensor.nbytes for tensor in tensors))
+            self.counts.messages[message] += 1
+            self.trace.message(place, message)
+            block = None if operation == "all-reduce" else self.block_of(tensors[0])
+            if block is not None:  # the buffer that is filled, or sent
+                block.is_transported = True
         for tensor in tensors_of([out]):
             self.track_storage(tensor)
         return out
-
-    def _count_message(self, place: Place, operation: str, args: tuple[Any, ...]) -> None:
-        """Count an operator of torch.distributed, and mark the buffer that it fills."""
-        tensors = list(tensors_of(args[:2]))
-        group = next(x for x in args if isinstance(x, torch.ScriptObject))
-        axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
-        message = Message(axis, operation, ranks, max(tensor.nbytes for tensor in tensors))
-        self.counts.messages[message] += 1
-        self.trace.message(place, message)
-        block = None if operation == "all-reduce" else self.block_of(tensors[0])  # what is filled, or sent
-        if block is not None:
-            block.is_transported = True
 
     def track_storage(self, tensor: Tensor) -> None:
         """Follow a tensor's storage until it is freed."""
@@ -247,7 +238,7 @@ class Meter(TorchDispatchMode):
     def _watching_resizes(self) -> Iterator[None]:
         """Note storages that are given another size in place.
 
-        FSDP2 frees and takes memory of gathered weights by `UntypedStorage.resize_`, which is no operator: no
+        FSDP2 frees and takes memory of gathered weights by `UntypedStorage.resize_`, not an operator: no
         dispatch mode or hook sees it.
         """
         resize = torch.UntypedStorage.resize_

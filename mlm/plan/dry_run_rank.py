@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -32,7 +31,6 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.nf4 import held_tensors
 from mlm.parallel.pipeline.actions import SENDS_KEPT
-from mlm.parallel.pipeline.engine import NOTHING
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
@@ -113,9 +111,18 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
         meter.counts = counts
         step(trainer, meter, batches)
         if steady < warmup:
-            meter.log, meter.counts = Log(), StepCounts()  # memory is that of the first step
+            meter.log, meter.counts = Log(), StepCounts()  # memory is the first step's
             step(trainer, meter, batches[:steady])
-            counts = extrapolated(meter.counts, steady, counts, warmup, total)
+            # exact, as each further micro-batch computes and sends the same
+            pairs: tuple[tuple[Counter[Any], Counter[Any]], ...] = (
+                (meter.counts.flops, counts.flops),
+                (meter.counts.messages, counts.messages),
+            )
+            for less, more in pairs:
+                for key, n in more.items():
+                    added, rest = divmod(n - less[key], warmup - steady)
+                    assert not rest, "each micro-batch computes and sends the same"
+                    more[key] = n + added * (total - warmup)
     return DryRun(
         ctx,
         sum(shard.parameter.numel() for shard in trainer.shards if not is_router_state(shard)),
@@ -158,17 +165,6 @@ def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, total: int) -> 
     return (total, total) if warmup >= total else (steady, warmup)
 
 
-def extrapolated(less: StepCounts, steady: int, more: StepCounts, warmup: int, total: int) -> StepCounts:
-    """Counts of `total` micro-batches from those of two smaller numbers. Exact, as each adds the same."""
-
-    def extend(before: Counter[Any], after: Counter[Any]) -> Counter[Any]:
-        added = {key: divmod(n - before[key], warmup - steady) for key, n in after.items()}
-        assert not any(rest for _, rest in added.values()), "each micro-batch computes and sends the same"
-        return Counter({key: n + added[key][0] * (total - warmup) for key, n in after.items()})
-
-    return StepCounts(extend(less.flops, more.flops), extend(less.messages, more.messages))
-
-
 def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]:
     """Micro-batches of so many samples, of random tokens."""
     samples = train_dataset(config, sum(sizes))
@@ -177,7 +173,7 @@ def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]
 
 
 def is_router_state(shard: ParameterShard) -> bool:
-    """True for running loads and biases, which are no weights of a model."""
+    """True for running loads and biases, which are not weights of a model."""
     module = shard.module
     return isinstance(module, Router) and any(shard.parameter is x for x in (module.bias, module.load))
 
@@ -201,16 +197,16 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
 
 
 class LateWork(Observer):
-    """Counts as of backward passes what comes after them: deferred weight gradients, and reductions."""
+    """Counts deferred weight gradients and reductions as parts of the backward passes before them."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._counted() if name in ("weight", "reduce") else NOTHING
-
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        if name not in ("weight", "reduce"):
+            yield
+            return
         with self.meter.phase(BACKWARD):
             yield
         self.meter.log.tag_remaining(BACKWARD, GRADIENTS)
@@ -268,8 +264,15 @@ class MetaAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if self.is_unfused and kwargs.get("dropout_p"):
-            core = partial(dropped_attention, *args, p=kwargs["dropout_p"])
+        if self.is_unfused and (p := kwargs.get("dropout_p")):
+            q, k, v = args
+
+            def core() -> Tensor:
+                """Attention as `unfused_attention` computes it on a CPU."""
+                keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+                scores = torch.matmul(q, keys.mT).softmax(-1)
+                return torch.matmul(F.dropout(scores, p), values)
+
             return checkpoint(core, use_reentrant=False) if self.again else core()
         return self.attend(*args, **kwargs)
 
@@ -302,10 +305,3 @@ class MetaAttention(TorchFunctionMode):
             attn_mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
         y = kernel(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
         return y
-
-
-def dropped_attention(q: Tensor, k: Tensor, v: Tensor, *, p: float) -> Tensor:
-    """Attention with dropout of the probabilities, as `unfused_attention` computes it on a CPU."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.matmul(q, k.mT).softmax(-1)
-    return torch.matmul(F.dropout(scores, p), v)

@@ -49,7 +49,7 @@ class EfficiencyConfig:
     attention: Annotated[float, PROBABILITY] = 0.4
     """Share of the peak that fused attention reaches, forward and backward."""
     memory: Annotated[float, PROBABILITY] = 0.8
-    """Share of the memory bandwidth that kernels reach which are no products."""
+    """Share of the memory bandwidth that kernels other than products reach."""
     network: Annotated[float, PROBABILITY] = 0.7
     """Share of the links' bandwidth that large collectives reach."""
 
@@ -84,7 +84,7 @@ class HardwareConfig:
     network_post_us: Annotated[float, NOT_NEGATIVE] = 1.0
     """Time in which the host posts a message to the network, microseconds: of NCCL, 2 on AMD's, else 1."""
     multiprocessors: Annotated[int | None, POSITIVE] = None
-    """Units of a device of which messages take some from the kernels beside them; null where none are
+    """Units of a device of which messages take some from concurrent kernels; null where none are
     taken."""
     kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
     """Time of the smallest kernel, with what starts it, microseconds; 0 where it is not counted: the

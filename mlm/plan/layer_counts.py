@@ -2,7 +2,7 @@
 
 The trainer of one rank runs micro-batches of one sample and of two on the meta device, through one layer of
 each distinct kind between embedding and head; a `Meter` sees all that it does. What a whole model, stage or
-schedule needs is composed of that elsewhere. Groups are those of the split alone: no process group of the job
+schedule needs is composed of that elsewhere. Groups are the split's alone: no process group of the job
 is touched, so that a rank may ask while it trains.
 """
 
@@ -37,7 +37,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 HOMES = {HEAD: VOCABULARY}
-"""Homes of labels that are none: the last norm is a part of the head."""
+"""Labels that belong to another home: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
 """Samples of the micro-batches. The first makes the gradients that the others add to."""
 
@@ -59,7 +59,7 @@ class ShardSize:
     """True for one that ZeRO leaves whole."""
     is_expert: bool
     is_state: bool
-    """True for running state of a router, which is no parameter of the model."""
+    """True for running state of a router, which is not a parameter of the model."""
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ class PassCounts:
     saved_bytes: dict[str, int]
     """Bytes that wait from forward to backward, by home."""
     peak_workspace_bytes: dict[str, int]
-    """Most bytes on top of those of this home and the homes before, while a home runs backward; of the head
+    """Most bytes besides this home's and the homes' before, while a home runs backward; of the head
     also while it computes the loss."""
 
 
@@ -117,7 +117,7 @@ class LayerCounts:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each layer the first that is like it: the same names and shapes of parameters, and attention."""
+        """Number of the first layer that is like each, in its parameters' names and shapes and attention."""
         model, firsts, kinds = self.run.model, dict[object, int](), list[int]()
         parts = architecture_of(model)
         period = max(1, len(parts.window_layers))
@@ -137,7 +137,7 @@ class LayerCounts:
         return self._state(split_of_state(split), home if home in (FIRST, LAST) else BOTH)[home]
 
     def _shard_sizes(self, split: ParallelConfig, ends: str) -> dict[str, list[ShardSize]]:
-        """Those of an end, and of the layers that a stage with both has."""
+        """Shards by home of a stage with these ends and a layer of each kind."""
         numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # adapters alone make an optimizer
         stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
         sizes = defaultdict[str, list[ShardSize]](list)
@@ -180,28 +180,86 @@ class LayerCounts:
 
     def counts(self, split: ParallelConfig) -> Counts:
         """Micro-batches of one sample and of two through a layer of each kind and the ends."""
-        if split.recompute == "budget":
-            none, full = (self.counts(replace(split, recompute=other)) for other in ("none", "full"))
-            return within_budget(none, full, split.recompute_budget)
-        return self._counts(split, SIZES, True)
+        if split.recompute != "budget":
+            return self._counts(split, SIZES, True)
+        # PyTorch's activation memory budget: the share that layers keep of what recompute=full frees;
+        # work is that without recomputation
+        none, full = (self.counts(replace(split, recompute=other)) for other in ("none", "full"))
+
+        def limited(a: PassCounts, b: PassCounts) -> PassCounts:
+            kept = split.recompute_budget
+            saved, workspace = (
+                {home: round(kept * more[home] + (1 - kept) * less[home]) for home in more}
+                for more, less in (
+                    (a.saved_bytes, b.saved_bytes),
+                    (a.peak_workspace_bytes, b.peak_workspace_bytes),
+                )
+            )
+            return PassCounts(a.work, saved, workspace)
+
+        one, two = (limited(a, b) for a, b in zip(none.passes, full.passes, strict=True))
+        return replace(none, first=limited(none.first, full.first), passes=(one, two))
 
     def ends(self, split: ParallelConfig, micro_batch: int) -> Counts:
-        """The same of micro-batches of a size, without layers: the loss takes its rows in pieces."""
+        """Counts of micro-batches of one size without layers: the loss takes its rows in pieces."""
         return self._counts(split, (micro_batch,) * 2, False)
 
     def _count(self, split: ParallelConfig, sizes: tuple[int, ...], has_layers: bool) -> Counts:
+        """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
         numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
         stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
         with self._trainer(split, stage) as (trainer, meter):
-            return count_passes(trainer, meter, sizes)
+            tag_state(trainer, meter)
+            batches, trace, log = batches_of(trainer.config, sizes), meter.trace, meter.log
+            with meter.watching(trainer.model.chunks):
+                trace.begin_pass()
+                before = len(trace.passes)
+                parts = trainer.forward_backward(batches)
+                begins = [*log.pass_begins, len(log.events)]
+                trace.begin_pass()
+                with meter.phase(OPTIMIZER):
+                    trainer.reduce_gradients()
+                    trainer.clip_and_update(parts)
+            casts, *works, update = trace.passes[before - 1 :]
+            homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
+            passes = [
+                pass_counts(work, log, begin, end, homes)
+                for work, (begin, end) in zip(works, pairwise(begins), strict=True)
+            ]
+            return Counts(
+                first=passes[0],
+                passes=(passes[1], passes[-1]),
+                trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
+                per_step=joined([*casts.values(), *update.values()]),
+                accumulation=works[1][BACKWARD, OUTSIDE],
+            )
 
     @contextmanager
     def _trainer(
         self, split: ParallelConfig, stage: PipelineStage
     ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
-        """The trainer of a rank that holds this stage alone, and the meter that follows it."""
+        """The trainer of a rank that holds this stage alone, and the meter that follows it.
+
+        Its neighbours in tp, cp and ep answer at once, without a default process group.
+        """
         meter = Meter("meta", is_traced=True)
-        ctx = split_context(split, meter)
+        watch = TracedWatch(meter.trace)
+
+        def axis(name: str, size: int) -> Axis:
+            if size == 1:
+                return Axis(name)
+            backend = FakeProcessGroup._create_internal(rank=0, world_size=size)
+            group = ProcessGroup(HashStore(), 0, size)
+            group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
+            group._set_group_name(cast(Any, f"counts of {name} {size}"))
+            meter.axes[group.group_name] = (name, size)
+            return Axis(name, 0, size, group, tuple(range(size)), watch)
+
+        tp = axis("tp", split.tp)
+        whole = folds_tp(split.tp, split.expert_tp)
+        experts = ExpertAxes(ep=axis("ep", split.ep), tp=Axis("tp") if whole else tp)
+        size = split.tp * split.cp
+        ctx = ParallelContext(tp=tp, cp=axis("cp", split.cp), experts=experts, world_size=size, device=META)
         prepare_products(META)
         run = replace(self.run, parallel=replace(split, dp=1))
         is_gpu, again = self.device == "gpu", split.recompute == "selective"
@@ -242,85 +300,13 @@ def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
     return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
 
 
-def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
-    """A rank among others that answer at once, without a default process group."""
-    watch = TracedWatch(meter.trace)
-
-    def axis(name: str, size: int) -> Axis:
-        if size == 1:
-            return Axis(name)
-        backend = FakeProcessGroup._create_internal(rank=0, world_size=size)
-        group = ProcessGroup(HashStore(), 0, size)
-        group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
-        group._set_group_name(cast(Any, f"counts of {name} {size}"))
-        meter.axes[group.group_name] = (name, size)
-        return Axis(name, 0, size, group, tuple(range(size)), watch)
-
-    tp = axis("tp", split.tp)
-    whole = folds_tp(split.tp, split.expert_tp)
-    experts = ExpertAxes(ep=axis("ep", split.ep), tp=Axis("tp") if whole else tp)
-    size = split.tp * split.cp
-    return ParallelContext(tp=tp, cp=axis("cp", split.cp), experts=experts, world_size=size, device=META)
-
-
-def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, ...]) -> Counts:
-    """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
-    tag_state(trainer, meter)
-    batches, trace = batches_of(trainer.config, sizes), meter.trace
-    with meter.watching(trainer.model.chunks):
-        trace.begin_pass()
-        before, log = len(trace.passes), meter.log
-        parts = trainer.forward_backward(batches)
-        begins = [*log.pass_begins, len(log.events)]
-        trace.begin_pass()
-        with meter.phase(OPTIMIZER):
-            trainer.reduce_gradients()
-            trainer.clip_and_update(parts)
-    casts, *works, update = trace.passes[before - 1 :]
-    homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
-    passes = [
-        PassCounts(by_home(work), *memory_of(log, begin, end, homes))
-        for work, (begin, end) in zip(works, pairwise(begins), strict=True)
-    ]
-    return Counts(
-        first=passes[0],
-        passes=(passes[1], passes[-1]),
-        trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
-        per_step=joined([*casts.values(), *update.values()]),
-        accumulation=works[1][BACKWARD, OUTSIDE],
-    )
-
-
-def within_budget(none: Counts, full: Counts, budget: float) -> Counts:
-    """Counts of layers that keep a share of what they recompute with recompute=full.
-
-    That is how PyTorch defines its activation memory budget. Work is that without recomputation.
-    """
-
-    def between(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-        return {home: round(budget * a[home] + (1 - budget) * b[home]) for home in a}
-
-    def limited(a: PassCounts, b: PassCounts) -> PassCounts:
-        saved, workspace = (
-            between(getattr(a, name), getattr(b, name)) for name in ("saved_bytes", "peak_workspace_bytes")
-        )
-        return PassCounts(a.work, saved, workspace)
-
-    one, two = (limited(a, b) for a, b in zip(none.passes, full.passes, strict=True))
-    return replace(none, first=limited(none.first, full.first), passes=(one, two))
-
-
-def by_home(work: dict[Place, Work]) -> dict[Place, Work]:
-    """Work of the modules by phase and home, what is recomputed in backward as a part of it."""
+def pass_counts(work: dict[Place, Work], log: Log, begin: int, end: int, homes: list[str]) -> PassCounts:
+    """Counts of the pass that lies between the events `begin` and `end` of the log."""
     parts = defaultdict[Place, list[Work]](list)
     for (phase, label), its in work.items():
-        if label != OUTSIDE:
+        if label != OUTSIDE:  # what is recomputed is a part of backward
             parts[BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label)].append(its)
-    return {place: joined(works) for place, works in parts.items()}
-
-
-def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Saved and workspace bytes by home, of the pass of these events: as in `PassCounts`."""
+    by_home = {place: joined(works) for place, works in parts.items()}
     saved = dict.fromkeys(homes, 0)
     for block, change in log.events[begin:end]:
         if change > 0 and block.is_kept and block.part is None:
@@ -333,4 +319,4 @@ def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[st
         home = label if label in saved and change > 0 else home
         if change > 0 and (block.phase in (BACKWARD, RECOMPUTED) or home == homes[-1]):
             workspace[home] = max(workspace[home], live - until[home])
-    return saved, workspace
+    return PassCounts(by_home, saved, workspace)

@@ -13,7 +13,7 @@ from mlm.runs.config import PretrainConfig
 ALWAYS_SET = ("tp", "pp", "dp", "micro_batch", "global_batch")
 """Fields of a layout that are named at their defaults too."""
 FIRST, LAST, BOTH = "first", "last", "both"
-"""Homes of parameters besides the layers: the ends of a pipeline, and those of a model in one stage, which
+"""Homes of parameters besides the layers: the ends of a pipeline, and of a model in one stage, which
 share a table where it is tied."""
 
 
@@ -37,7 +37,7 @@ SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "reco
 
 
 def split_of_state(split: ParallelConfig) -> ParallelConfig:
-    """All that parameters depend on."""
+    """The settings of a split that parameters depend on."""
     is_split = split.sequence_parallel and split.expert_tp is not None  # whole experts need it
     return ParallelConfig(tp=split.tp, ep=split.ep, expert_tp=split.expert_tp, sequence_parallel=is_split)
 

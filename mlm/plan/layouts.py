@@ -1,9 +1,6 @@
 """Commands that print forecasts: layouts that fit, parts of a step in two, memory of the ranks of one."""
 
 import shlex
-from collections.abc import Sequence
-
-from rich.console import Console
 
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
@@ -57,22 +54,6 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
         f"{config.train.global_batch_size} x {config.data.seq_length} tokens a step"
     )
-    show_layouts(rows, screen)
-    best = result.best[0]
-    line = f"{result.candidates:,} valid layouts"
-    if result.nearest:
-        layout, lacks = result.nearest
-        line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
-    screen.print(f"{line}. `mlm plan compare` and `memory` show the parts of a layout.")
-    _, rests = time_range(query.hardware, query.run.model, best.layout.gpus)
-    caution = time_caution(rests)
-    screen.print(f"{caution}\n\n{command_line(config, best.layout)}")
-    facts = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
-    write_rows(config, "layouts", {**facts, "notes": [caution], "layouts": rows}, screen)
-    return result
-
-
-def show_layouts(rows: Sequence[Row], screen: Console) -> None:
     more = [key for key in ("days", "price") if rows[0][key] is not None]
     columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
     cells = [
@@ -86,6 +67,18 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
         for number, row in enumerate(rows, start=1)
     ]
     show_table(screen, "", (*columns, *(f"{key}#" for key in more)), cells)
+    best = result.best[0]
+    line = f"{result.candidates:,} valid layouts"
+    if result.nearest:
+        layout, lacks = result.nearest
+        line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
+    screen.print(f"{line}. `mlm plan compare` and `memory` show the parts of a layout.")
+    _, rests = time_range(query.hardware, query.run.model, best.layout.gpus)
+    caution = time_caution(rests)
+    screen.print(f"{caution}\n\n{command_line(config, best.layout)}")
+    facts = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
+    write_rows(config, "layouts", {**facts, "notes": [caution], "layouts": rows}, screen)
+    return result
 
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:

@@ -1,9 +1,9 @@
 """Memory of one device at its peak, by part, of what the modules were counted to hold.
 
-State is that of the parameters of a stage's layers and ends. Activations are what a micro-batch keeps in each
+State belongs to the parameters of a stage's layers and ends. Activations are what a micro-batch keeps in each
 of them, times the pairs of chunk and micro-batch that the schedule has in flight; on top comes what the
 fullest of them needs for a moment in its backward pass. What ZeRO gathers and a pipeline sends is added by
-rules of their own. The guide Planning lists the terms.
+rules of their own.
 """
 
 from collections import Counter
@@ -17,16 +17,8 @@ from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
 from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "cast weights",
-    "activations",
-    "vocabulary",
-    "communication",
-    "allocator",
-)
+COME_AND_GO = ("activations", "vocabulary", "communication", "cast weights")
+PARTS = ("weights", "gradients", "optimizer", "cast weights", *COME_AND_GO[:3], "allocator")
 """Parts of a device's memory, in the order they are shown."""
 ALLOCATOR = 0.04
 """Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
@@ -81,17 +73,13 @@ class MemoryModel:
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
         state = self.state(layout, stage_rank, dp_rank)
-        begins, ends = (
-            {**dict.fromkeys(PARTS, 0.0), **parts}
-            for parts in (
-                self.backward_begins(layout, stage_rank, state),
-                self.optimizer_steps(layout, stage_rank, state),
-            )
-        )
-        moment = "backward" if sum(begins.values()) >= sum(ends.values()) else "optimizer"
-        parts = begins if moment == "backward" else ends
-        loose = sum(parts[name] for name in ("activations", "vocabulary", "communication", "cast weights"))
-        parts["allocator"] = self.reserved + ALLOCATOR * loose
+        moments = {
+            "backward": self.backward_begins(layout, stage_rank, state),
+            "optimizer": self.optimizer_steps(layout, stage_rank, state),
+        }
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        parts = dict.fromkeys(PARTS, 0.0) | moments[moment]
+        parts["allocator"] = self.reserved + ALLOCATOR * sum(parts[name] for name in COME_AND_GO)
         if self.counts.device == "cpu":
             # the heap keeps what other phases freed, about a gradient each: few of the blocks fit activations
             parts["allocator"] += state.gradients

@@ -35,7 +35,7 @@ def as_row(
 ) -> Row:
     """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    Days and price are those of so many tokens, at the price of a GPU for an hour.
+    Days and price are for so many tokens, at the price of a GPU for an hour.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
     seq, batch, seconds = query.run.data.seq_length, query.run.train.global_batch_size, step.total

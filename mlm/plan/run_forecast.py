@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import read_rank_position
 from mlm.plan.candidates import Query
 from mlm.plan.hardware import (
     CPU_RESERVED_GIB,
@@ -49,7 +49,7 @@ def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None
     Raises OSError and UserError.
     """
     if hardware is None:
-        place = read_rank_place(os.environ)
+        place = read_rank_position(os.environ)
         hardware = hardware_here(config, place.local_world_size if place else ranks)
     layout = PlannedLayout.of(config, ranks // config.parallel.replica)
     models = Models(query := Query(run=config, hardware=hardware, gpus=ranks))

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mlm.parallel.config import Schedule
 from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, TimedAction
-from mlm.parallel.pipeline.lower import DEFAULT_COST, Step, lower, ordered, times_of
+from mlm.parallel.pipeline.lower import Step, lower, ordered, times_of
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
 from mlm.util.extras import load_extra
@@ -29,7 +29,10 @@ LEAST_SIMULATED = 512
 
 def run(config: PlanScheduleConfig) -> Plan:
     """Print the schedule and its numbers and write `out`; return the plan."""
-    plan, screen = simulate(config), console()
+    schedule = build_schedule(
+        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
+    )
+    plan, screen = lower(schedule), console()
     name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
     name = f"interleaved {name}" if config.vp > 1 else name
     screen.print(f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}\n")
@@ -39,34 +42,25 @@ def run(config: PlanScheduleConfig) -> Plan:
     held = " ".join(map(str, plan.peak_in_flight))
     screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
     ending = Path(config.out or "").suffix
-    content = picture(plan, config.out, ending[1:]) if ending in (".svg", ".png") else record(plan, config)
+    content: bytes | dict[str, Any]
+    if ending in (".svg", ".png"):
+        content = picture(plan, config.out, ending[1:])
+    else:  # a forward pass of a chunk takes 1; F3.1 is of chunk 1
+        content = {
+            "format": "mlm-schedule-1",
+            "settings": {key: value for key, value in asdict(config).items() if key != "out"},
+            "bubble": plan.bubble,
+            "makespan": plan.makespan,
+            "peak_in_flight": plan.peak_in_flight,
+            "instructions": [list(map(str, of_rank)) for of_rank in plan.instructions],
+            "timeline": [[(str(x.action), x.start, x.end) for x in spans] for spans in plan.timeline],
+        }
     save_result(config.out, content, screen.print)
     return plan
 
 
-def simulate(config: PlanScheduleConfig, cost: Cost = DEFAULT_COST) -> Plan:
-    """The plan of these settings; by default a backward pass takes as long as two forward ones."""
-    schedule = build_schedule(
-        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
-    )
-    return lower(schedule, cost=cost)
-
-
-def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
-    """All of a plan in values that JSON holds; a forward pass of a chunk takes 1. F3.1 is of chunk 1."""
-    return {
-        "format": "mlm-schedule-1",
-        "settings": {key: value for key, value in asdict(config).items() if key != "out"},
-        "bubble": plan.bubble,
-        "makespan": plan.makespan,
-        "peak_in_flight": plan.peak_in_flight,
-        "instructions": [list(map(str, of_rank)) for of_rank in plan.instructions],
-        "timeline": [[(str(span.action), span.start, span.end) for span in spans] for spans in plan.timeline],
-    }
-
-
 def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:
-    """The time of all micro-batches through all stages; `costs` are those of the p * v stages.
+    """The time of all micro-batches through all stages; `costs` are the p * v stages'.
 
     Of a long step the first rounds of p micro-batches are simulated: each further one takes as long as the
     last of them.

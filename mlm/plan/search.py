@@ -1,7 +1,7 @@
 """The fastest of the valid layouts of a number of devices that fit.
 
 What cannot be among them, by a time and a memory that it cannot be below (`CostModel.bound`,
-`MemoryModel.bound`), is neither simulated nor counted: the result is that of trying all.
+`MemoryModel.bound`), is neither simulated nor counted: the result equals trying all.
 """
 
 from dataclasses import dataclass

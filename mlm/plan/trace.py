@@ -21,9 +21,7 @@ ALLOCATIONS = ("empty", "new_empty", "_local_scalar_dense", "is_", "equal")
 """Beginnings of the names of operators that touch no element."""
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
 """Operators that do not read what they write."""
-LOOKUPS = frozenset(
-    ("embedding", "index", "index_select", "gather", "index_put_", "_index_put_impl_", "index_add_")
-)
+LOOKUPS = ("embedding", "index", "index_select", "gather", "index_put_", "_index_put_impl_", "index_add_")
 """Operators that read or write some rows of a table."""
 Place = tuple[str, str]
 """Phase of a step, and label of what computes."""
@@ -56,7 +54,7 @@ class Message(NamedTuple):
     bytes: int
     """Of the whole tensor, that is the gathered one, or the one that is reduced and scattered."""
     number: int = 0
-    """Among all of a trace; 0 for the kind of message."""
+    """Number in the trace; 0 for a type of message."""
 
     @property
     def ring_bytes(self) -> float:
@@ -82,7 +80,7 @@ class Work:
     eager_bytes: int = 0
     fused_bytes: int = 0
     kernels: int = 0
-    """Those that are not products."""
+    """Kernels other than products."""
 
 
 class Trace:
@@ -99,7 +97,7 @@ class Trace:
         """Axis of a communication that begins or is waited for: what follows tells which."""
         self._messages = 0
         self.place: Place = ("", "")
-        """That of the newest operator."""
+        """Place of the newest operator."""
 
     @property
     def work(self) -> defaultdict[Place, Work]:
@@ -130,7 +128,7 @@ class Trace:
     def operator(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, flops: int
     ) -> None:
-        """Note an operator; `flops` are those of its products, 0 if it has none."""
+        """Note an operator; `flops` are its products', 0 if it has none."""
         if func.namespace == "c10d":
             self._write_pending(tensors_of(args))
             return
@@ -182,7 +180,7 @@ class Trace:
 
 
 class TracedWatch(Watch):
-    """Tells a trace where a program begins communications and waits for them."""
+    """Reports to a trace where communications begin and are waited for."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -208,7 +206,7 @@ def product_of(
 
 
 def bytes_of(x: Tensor) -> int:
-    """Bytes that a tensor takes in memory: of one that is expanded those of its storage."""
+    """Bytes that a tensor takes in memory: its storage's if it is expanded."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
@@ -222,7 +220,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def joined(works: Iterable[Work]) -> Work:
-    """All of some work, in order."""
+    """Sum of works, their events in order."""
     whole = Work()
     for work in works:
         whole.events += work.events

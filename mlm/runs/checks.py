@@ -1,9 +1,10 @@
 """Checks of the settings of a training run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
 from mlm.launch.rules.checks import (
+    Rule,
     devices_exist,
     loss_scale_can_fall,
     lowest_problem,
@@ -42,9 +44,10 @@ from mlm.optim.groups import patterns
 from mlm.optim.user import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
-from mlm.util.errors import Problem, format_value
+from mlm.util.errors import Problem, escape_controls, format_value
 from mlm.util.ownership import CHECKPOINTS
 
+MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
 
 
@@ -103,7 +106,7 @@ def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
 
 
 def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
-    """The problem of a layout at which the user's optimizer would train otherwise."""
+    """The problem of a layout at which the user's optimizer would compute other updates."""
     try:
         return layout_problem(config.optimizer, config.parallel)
     except OwnCodeError:
@@ -195,91 +198,105 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
     return None
 
 
-def accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
-    if not config.fuse_accumulation:
-        return None
-    conflicts = {
-        "zero": (config.parallel.zero > 0, "zero=0"),
-        "recompute": (config.parallel.recompute == "full", "recompute=selective"),
-        "precision.dtype": (config.precision.dtype == "fp8", "precision=bf16"),
-    }
-    return _conflict(config, "fuse_accumulation", conflicts)
-
-
-def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
-    if not config.cuda_graphs:
-        return None
-    parallel = config.parallel
-    conflicts: dict[str, tuple[bool, str]] = {
-        "compile": (config.compile is False, "compile=true"),
-        "tp": (parallel.tp > 1, "tp=1"),
-        "cp": (parallel.cp > 1, "cp=1"),
-        "pp": (parallel.pp > 1, "pp=1"),
-        "vp": (parallel.vp > 1, "vp=1"),
-        "pipeline": (parallel.pipeline != "1f1b", "pipeline=1f1b"),
-        "zero": (parallel.zero > 0, "zero=0"),
-        "recompute": (parallel.recompute == "full", "recompute=selective"),
-        "fuse_accumulation": (bool(config.fuse_accumulation), "fuse_accumulation=false"),
-        "deterministic": (config.deterministic, "deterministic=false"),
-    }
-    experts = (config.model.options or {}).get("num_experts", 0)
-    if experts:  # the host reads how many rows each expert has
-        problem = f"cuda_graphs=true does not go with model.options.num_experts={experts}"
-        keys = ("cuda_graphs", "model.options.num_experts")
-        return Problem(keys, problem, "use cuda_graphs=false")
-    return _conflict(config, "cuda_graphs", conflicts)
-
-
-EXACT_COVERS: dict[str, tuple[Any, ...]] = {
-    "model.kind": ("gpt2", "llama", "bert", "roberta"),
-    "model.head": ("language_model",),
-    "model.options.balance": (None, "none", "bias", "sequence", "global_batch"),
-    "model.options.kv_lora_rank": (None, 0),
-    "model.options.logit_softcap": (None, 0),
-    "lora.quantize": ("none",),
-    "lora.dora": (False,),
-    "optimizer.kind": ("adamw", "muon"),
-    "tp_overlap": (None, 1),
-    "recompute": ("none", "selective", "full"),
-    "compile": (None, False),
-    "cuda_graphs": (None, False),
-    "fuse_accumulation": (None, False),
-    "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
-    "train.ramp_batch": (None,),
-    "data.reset_attention": (False,),
-    "data.reset_positions": (False,),
+COVERED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fuse_accumulation": {
+        "zero": (0,),
+        "recompute": ("selective", "none", "budget"),
+        "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
+    },
+    "cuda_graphs": {
+        "model.options.num_experts": (0, None),  # the host reads how many rows each expert has
+        "compile": (True, None),
+        **dict.fromkeys(("tp", "cp", "pp", "vp"), (1,)),
+        "pipeline": ("1f1b",),
+        "zero": (0,),
+        "recompute": ("selective", "none", "budget"),
+        "fuse_accumulation": (False, None),
+        "deterministic": (False,),
+    },
+    "cuda_graphs=stack": {  # kernels' generators, tensors that move, inputs that differ by pass
+        "model.attention_dropout": (0,),
+        "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
+        "lora.rank": (0,),
+        "data.reset_attention": (False,),
+        "data.reset_positions": (False,),
+    },
+    "exact": {  # all sums are made in one order
+        "model.kind": ("gpt2", "llama", "bert", "roberta"),
+        "model.head": ("language_model",),
+        "model.options.balance": (None, "none", "bias", "sequence", "global_batch"),
+        "model.options.kv_lora_rank": (None, 0),
+        "model.options.logit_softcap": (None, 0),
+        "lora.quantize": ("none",),
+        "lora.dora": (False,),
+        "optimizer.kind": ("adamw", "muon"),
+        "tp_overlap": (None, 1),
+        "recompute": ("none", "selective", "full"),
+        "compile": (None, False),
+        "cuda_graphs": (None, False),
+        "fuse_accumulation": (None, False),
+        "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
+        "train.ramp_batch": (None,),
+        "train.sample_prompts": ((),),
+        "data.reset_attention": (False,),
+        "data.reset_positions": (False,),
+    },
+    "recompute=budget": {  # a graph of the compiler holds a whole layer
+        "model.options.num_experts": (0, None),
+        "compile": (True,),
+        "cp": (1,),
+        "pipeline": ("1f1b", "gpipe"),
+    },
+    "lora.quantize=nf4": {"zero": (0,), "compile": (False, None)},  # both take plain weights
 }
-"""Values with which exact=N makes all sums in one order."""
+"""Values of other keys that a switch works with while it is on, or has the value; the first is the fix."""
+OFF = {"exact": 0, "recompute": "full", "lora.quantize": "none"}
 
 
-def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
-    """The problem of what exact=N does not cover, or of sizes that its parts do not divide."""
-    exact, model, train, options = config.exact, config.model, config.train, config.model.options or {}
-    if not exact:
+def conflict(switch: str, config: Any, _: object = None) -> Problem | None:
+    """The problem of the first value with which a switch, if it is on, does not work."""
+    values = values_of(config)
+    values |= {f"model.options.{key}": value for key, value in (values.get("model.options") or {}).items()}
+    key, _, on = switch.partition("=")
+    if not (values.get(key) == on if on else values.get(key)):
         return None
-    values = values_of(config) | {f"model.options.{key}": value for key, value in options.items()}
-    for key, covered in EXACT_COVERS.items():
-        if values.get(key) not in covered:
-            typed = f"exact={exact} does not go with {key}={format_value(values[key])}"
-            return Problem(("exact", key), typed, f"use {key}={format_value(covered[0])} or exact=0")
+    for other, covered in COVERED[switch].items():
+        if other in values and values[other] not in covered:
+            typed = (
+                f"{key}={format_value(values[key])} does not go with {other}={format_value(values[other])}"
+            )
+            fix = f"use {key}={format_value(OFF.get(key, False))} or {other}={format_value(covered[0])}"
+            return Problem((key, other), typed, fix)
+    return None
+
+
+SWITCH_RULES: tuple[Rule, ...] = tuple(partial(conflict, switch) for switch in COVERED)
+
+
+def _exact_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
+    """The problem of sizes that the parts of exact=N do not divide."""
+    exact, model, train, options = config.exact, config.model, config.train, config.model.options or {}
+    if not exact or conflict("exact", config):
+        return None
     (parts, shares), length = exact_parts(config), config.data.seq_length
     dp = num_replicas(config.parallel.replica, config.parallel.dp, launch)
     elements = train.micro_batch_size * length // shares * model.ffn_size // parts
     parallel, experts = config.parallel, int(options.get("num_experts") or 0)
     # of each token, or of each score
     scores = 1 if options.get("z_loss") or options.get("shared_gate") else experts
-    gates = train.micro_batch_size * length // parts * scores
+    gates = train.micro_batch_size * length // (parts * shares) * scores
+    # one rank has all rows that an expert has of a micro-batch
+    together = parallel.cp * (parallel.tp if parallel.expert_tp == 1 else 1) if experts else 1
+    longer = parallel.cp * PART_TOKENS * (2 if model.attention_dropout else 1)
+    cp_fix = f"a divisor of {shares}"
+    if shares == 1:
+        cp_fix = f"1 (or a multiple of {longer} for data.seq_length)" if model.kind in CAUSAL else "1"
     for key, value, is_fit, fix in (
+        ("dist.device", config.dist.device, config.dist.device != "cuda", "cpu"),
         ("tp", config.parallel.tp, parts % config.parallel.tp == 0, f"a divisor of {parts}"),
-        # one rank has all rows that an expert has of a micro-batch
-        (
-            "ep",
-            parallel.ep,
-            parallel.expert_tp != 1 or parallel.ep % parallel.tp == 0,
-            f"a multiple of tp={parallel.tp}",
-        ),
+        ("ep", parallel.ep, parallel.ep % together == 0, f"a multiple of {together}"),
         ("model.options.bias", "true", not (experts and options.get("bias")), "false"),
-        ("cp", parallel.cp, shares % parallel.cp == 0, "1" if shares == 1 else f"a divisor of {shares}"),
+        ("cp", parallel.cp, shares % parallel.cp == 0, cp_fix),
         ("dp", dp, exact % dp == 0, f"a divisor of {exact}"),
         ("data.seq_length", length, length % parts == 0, f"a multiple of {parts}"),
         # vectors are whole in any share of a tensor: the rest is computed otherwise, to another last bit
@@ -309,55 +326,23 @@ def exact_covers(config: PretrainConfig, launch: Launch) -> Problem | None:
     return None
 
 
+CAUSAL = ("gpt2", "llama")
 PART_TOKENS = 128
-"""Fewest tokens of a part of a sequence over cp: fewer starve the products."""
+"""Fewest tokens of a part of a sequence over cp, with dropout of attention twice as many: fewer starve the
+products, and the attention that no kernel fuses."""
 
 
 def exact_parts(config: PretrainConfig) -> tuple[int, int]:
     """Parts of which sums over tp and cp are made: of exact=N what also divides heads and MLP, and tokens.
 
-    A sequence is whole where experts read it, or attention has no fused kernel or norms of heads.
+    A sequence is whole where each token attends to all.
     """
-    model, exact, options = config.model, config.exact, config.model.options or {}
-    is_whole = model.kind not in ("gpt2", "llama") or model.attention_dropout > 0
-    is_whole |= any(options.get(key) for key in ("num_experts", "window", "attention_softcap", "qk_norm"))
-    shares = 1 if is_whole else math.gcd(exact * PART_TOKENS, config.data.seq_length) // PART_TOKENS
+    model, exact = config.model, config.exact
+    tokens = PART_TOKENS * (2 if model.attention_dropout else 1)
+    shares = math.gcd(exact * tokens, config.data.seq_length) // tokens if model.kind in CAUSAL else 1
     kv_heads = int((model.options or {}).get("num_kv_heads") or model.num_heads)
     width = int((model.options or {}).get("expert_ffn_size") or model.ffn_size)
     return math.gcd(exact, model.num_heads, kv_heads, model.ffn_size, width), max(1, shares)
-
-
-def budget_is_compiled(config: Any, _: Launch) -> Problem | None:
-    """The problem of recompute=budget where no graph of the compiler holds a whole layer."""
-    parallel = config.parallel
-    if parallel.recompute != "budget":
-        return None
-    conflicts = {
-        "compile": (config.compile is not True, "compile=true"),
-        "cp": (parallel.cp > 1, "cp=1"),
-        "sequence_parallel": (parallel.sequence_parallel and parallel.tp > 1, "sequence_parallel=false"),
-        "pipeline": (parallel.pipeline == "zb_h1", "pipeline=1f1b"),
-    }
-    if ((getattr(config, "model", None) and config.model.options) or {}).get("num_experts", 0):
-        keys = ("recompute", "model.options.num_experts")
-        return Problem(keys, "recompute=budget: mixtures do not compile", "use recompute=full")
-    return _conflict(config, "recompute", conflicts, on="budget", off="full")
-
-
-def _conflict(
-    config: PretrainConfig,
-    switch: str,
-    conflicts: Mapping[str, tuple[bool, str]],
-    *,
-    on: str = "true",
-    off: str = "false",
-) -> Problem | None:
-    """The problem of the first conflict, of key → (True if the switch does not go with it, what to set)."""
-    for key, (applies, fix) in conflicts.items():
-        if applies:
-            problem = f"{switch}={on} does not go with {key}={format_value(values_of(config)[key])}"
-            return Problem((switch, key), problem, f"use {switch}={off} or {fix}")
-    return None
 
 
 def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
@@ -370,6 +355,22 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     if data.reset_attention:
         why = "data.reset_attention=true keeps documents apart, which attention over cp ranks does not"
         return Problem(("cp", "data.reset_attention"), f"cp={cp}: {why}", "use cp=1")
+    return None
+
+
+def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
+    prompts, key = config.train.sample_prompts, "train.sample_prompts"
+    if not prompts:
+        return None
+    if not family_of(config.model.kind).causal:
+        why = f"model.kind={config.model.kind} does not read from left to right"
+        return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
+    if len(prompts) > MOST_PROMPTS:
+        return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt or problem_of(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
+            why = f"prompt {number} ({escape_controls(prompt[:40])}) is empty, or no text of a configuration"
+            return Problem((key,), f"{key}: {why}", "use UTF-8 without control characters and ${")
     return None
 
 
@@ -397,20 +398,6 @@ def has_saved(out: str) -> bool:
     return any(Path(out, CHECKPOINTS).glob("step-*"))
 
 
-def four_bits_fit(config: Any, _: Launch) -> Problem | None:
-    """The problem of weights in 4 bits with what computes in, or shards, plain ones."""
-    if config.lora.quantize == "none":
-        return None
-    problem = f"lora.quantize={config.lora.quantize}: "
-    if config.parallel.zero:
-        fix = "use zero=0, or lora.quantize=none"
-        return Problem(("lora.quantize", "zero"), f"{problem}zero shards plain weights", fix)
-    if config.compile:
-        fix = "use compile=false"
-        return Problem(("lora.quantize", "compile"), f"{problem}torch.compile does not trace it", fix)
-    return None
-
-
 USER_CODE_RULES = (
     optimizer_works,
     lambda config, _: _user_code_problem(_check_patterns, config.optimizer, config.model),
@@ -429,11 +416,10 @@ SETTINGS_RULES = (
     lambda config, _: pretraining_problem(config),
     lambda config, _: data_problem(config),
     _attention_serves,
-    accumulation_fuses,
-    graphs_replay,
-    exact_covers,
-    budget_is_compiled,
+    *SWITCH_RULES,
+    _exact_divides,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
+    _prompts_can_be_continued,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
@@ -444,7 +430,6 @@ PRETRAIN_RULES = (
     _first_weights_exist,
     _adapters_have_a_base,
     _average_is_of_whole_weights,
-    four_bits_fit,
 )
 
 

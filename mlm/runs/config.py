@@ -24,6 +24,8 @@ from mlm.optim.config import EmaConfig, OptimizerConfig, PrecisionConfig, Schedu
 from mlm.parallel.config import ParallelConfig
 from mlm.tracking.config import LogConfig
 
+SAMPLE_TOKENS = Bound(lambda x: 0 < x <= 4096, "1 to 4096")
+TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
@@ -57,10 +59,18 @@ class TrainConfig:
     validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Aliases("eval_iters")] = 10
     """Global batches of validation samples per validation."""
     keep_best: Annotated[bool, OnlyIf("validate_every"), Aliases("load_best_model_at_end")] = False
-    """Keep the weights of the lowest validation loss in out/best, beside the newest checkpoints; ckpt=RUN and
+    """Keep the weights of the lowest validation loss in out/best; the newest checkpoints stay. ckpt=RUN and
     ckpt=RUN/best name them, resume=RUN continues from the newest."""
     patience: Annotated[int, NOT_NEGATIVE, OnlyIf("validate_every"), Aliases("early_stopping_patience")] = 0
     """Stop after this many validations without a lower loss; 0 trains all steps."""
+    sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
+    """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
+    writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
+    sample_tokens: Annotated[int, SAMPLE_TOKENS, OnlyIf("sample_prompts")] = 40
+    """New tokens of each prompt, at most 4096. A pass each, as of a validation's micro-batch."""
+    sample_temperature: Annotated[float, TEMPERATURE, OnlyIf("sample_prompts")] = 0.0
+    """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
+    are a function of `seed`, and do not change the training."""
     observers: Annotated[tuple[ObserverEntry, ...], ImportPath()] = ()
     """Observers by import path, alone or with fields, which its class takes by name:
     observers=[my_module:Mine,{use: mlm.training.gradient_norms:GradientNorms, every: 10}]. Each is an
@@ -99,9 +109,10 @@ class CheckpointConfig:
 class IncidentConfig:
     """Steps that go wrong, which leave a folder in out/incidents that `mlm replay` reads."""
 
-    action: Literal["log", "skip", "stop"] = "log"
-    """Action after an incident: log only reports it; skip leaves out the update; stop ends the run. Updates
-    by gradients that are not finite are always left out."""
+    action: Literal["log", "skip", "rewind", "stop"] = "log"
+    """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
+    good checkpoint, from the same incident to the one before, and leaves out the samples of the step; stop
+    ends the run. Updates by gradients that are not finite are always left out."""
     threshold: Annotated[float, FALSE_ALARM] = 1e6
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
     number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
@@ -114,6 +125,8 @@ class IncidentConfig:
     keep: Annotated[int, NOT_NEGATIVE] = 16
     """Most incidents recorded in a run folder; later ones are a line in the log. Outliers, slow ranks and
     uneven loads may take half of the places, the others are for numbers not finite and bits that differ."""
+    rewinds: Annotated[int, NOT_NEGATIVE, OnlyIf("action", "rewind")] = 8
+    """Most returns to a checkpoint; further incidents end the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +134,7 @@ class CheckConfig:
     """Comparisons that find silent corruption and slow ranks during training."""
 
     every: Annotated[int, NOT_NEGATIVE] = 500
-    """Steps between comparisons of what must be equal bit for bit on several ranks, beside those before each
+    """Steps between comparisons of state that several ranks must hold bit for bit, besides one before each
     save; 0 never compares."""
     ranks_every: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
@@ -163,11 +176,12 @@ class PretrainConfig:
     fuse_accumulation: Annotated[bool | None, Aliases("gradient_accumulation_fusion")] = None
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it. null
     does on GPUs in half precision where a rank has several micro-batches and nothing conflicts."""
-    cuda_graphs: bool | None = None
+    cuda_graphs: bool | Literal["stack"] | None = None
     """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
     kernels. Of one rank's layers (tp=1, pp=1). It gains where the device waits for the host: 1.5 times the
     speed of GPT-2 124M with 8 sequences on an H200; with 32 it costs 1 %, 4 % at 1.2B. null does in
-    pretraining where a layer is that small and nothing conflicts."""
+    pretraining where a layer is that small and nothing conflicts. stack captures all layers in one graph for
+    each direction: fewer launches still, and no GPU has run it yet."""
     profile: bool = False
     """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     model: ModelConfig

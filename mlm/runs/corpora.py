@@ -18,17 +18,17 @@ from mlm.data.blend_history import (
     seed_of,
 )
 from mlm.data.config import SOURCES, DataConfig
-from mlm.data.files_present import training_prefix
+from mlm.data.files_present import pair_prefix, training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import CheckedDataset, Dataset
+from mlm.data.stored_corpus import stored_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.family import family_of
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes, digest_file, sampled_digest
 
-SYNTHETIC_VALIDATION_SAMPLES = 256
 SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 """Settings that keep documents apart."""
 
@@ -42,7 +42,7 @@ class Corpus:
     validation: Path | None
     """Prefix of its validation set, if it has one."""
     weight: float | None
-    """As it was given; None means by its tokens."""
+    """Weight as typed; None weighs the corpus by its tokens."""
     tokenizer: Path | None
     """Its tokenizer.json, if it has one."""
 
@@ -50,24 +50,23 @@ class Corpus:
 @dataclass(frozen=True)
 class ValidationSet:
     name: str
-    """Of the corpus; empty for the only one."""
+    """Name of its corpus; empty if there is only one."""
     windows: Dataset
     weight: float
-    """Its part in the loss of the blend."""
+    """Weight of its loss in the loss of the blend."""
 
 
 def corpora(data: DataConfig) -> list[Corpus]:
-    """Corpora of data.blend in its order, or the one corpus there is; none for synthetic data."""
+    """Corpora of data.blend in order, or the only one; empty for synthetic data."""
     if data.kind != "indexed":
         return []
     if not data.blend:
-        assert data.path is not None or data.train is not None, "checked with the configuration"
-        prefix = Path(data.train) if data.train is not None else training_prefix(str(data.path))
+        prefix = training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
         return [
             Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
         ]
     entries = [parse_entry(text) for text in data.blend]
-    prefixes = [training_prefix(entry.path) for entry in entries]
+    prefixes = [training_prefix(data, entry.path) for entry in entries]
     return [
         Corpus(name, prefix, _validation_part(prefix), entry.weight, _tokenizer_of(prefix))
         for name, prefix, entry in zip(corpus_names(prefixes), prefixes, entries, strict=True)
@@ -75,10 +74,10 @@ def corpora(data: DataConfig) -> list[Corpus]:
 
 
 def validation_prefix(data: DataConfig) -> Path | None:
-    """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
+    """Prefix of data.validation, or of the validation part of data.path; None without one."""
     if data.validation is not None:
-        return Path(data.validation)
-    return _validation_part(training_prefix(data.path)) if data.path is not None else None
+        return pair_prefix(data, "data.validation", data.validation)
+    return _validation_part(training_prefix(data)) if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
@@ -87,7 +86,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
         return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
-    return _tokenizer_of(training_prefix(data.path)) if data.path is not None else None
+    return _tokenizer_of(training_prefix(data)) if data.path is not None else None
 
 
 def _validation_part(train: Path) -> Path | None:
@@ -113,11 +112,17 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
     if config.train.validate_every:
         for prefix in validation_prefixes(config.data).values():
             problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
-    return [
-        *(problems or problems_between(named)),
-        *document_problems(config),
-        *(family.corpus_problems(config.model, [c.train for c in named], tokenizer) if named else []),
-    ]
+    problems = problems or problems_between(named)
+    try:
+        eod_id = fill_eod_id(config.data).eod_id
+        if eod_id is not None and eod_id >= vocab_size:
+            fix = "set data.eod_id to one"
+            problems.append(f"data.eod_id={eod_id} is no token of model.vocab_size={vocab_size}; {fix}")
+    except UserError as error:
+        problems += error.problems
+    if named:
+        problems += family.corpus_problems(config.model, [corpus.train for corpus in named], tokenizer)
+    return problems
 
 
 def problems_between(named: Sequence[Corpus]) -> list[str]:
@@ -142,11 +147,12 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
 def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
     tokens = bin_path(corpus.train)
+    stored = stored_tokens(tokens)
     source = BlendSource(
         name=corpus.name,
-        path=str(corpus.train),
+        path=str(corpus.train) if stored is None else stored.source.url.removesuffix(".bin"),
         digest=digest_file(idx_path(corpus.train)),
-        sampled=sampled_digest(tokens),
+        sampled=sampled_digest(tokens) if stored is None else stored.sampled_digest(),
         weight=weight,
     )
     return replace(source, **source_facts(corpus))
@@ -196,7 +202,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: BlendSegmen
     ]
     only = segment.sources[0]
     if len(datasets) == 1 and only.first == segment.from_sample:
-        return datasets[0]  # the samples of the run are those of the corpus, index for index
+        return datasets[0]  # the run's samples are the corpus's, index for index
     return BlendedDataset(
         datasets,
         [source.weight for source in segment.sources],
@@ -246,28 +252,17 @@ def validation_prefixes(data: DataConfig) -> dict[str, Path]:
 
 
 def validation_sets(config: PretrainConfig, history: BlendSegments = ()) -> list[ValidationSet]:
-    """Validation sets; empty where there is none. Weights are those of the newest blend."""
+    """Validation sets; empty without any. Weights are the newest blend's."""
     data, samples = config.data, family_of(config.model.kind).samples
     if data.kind != "indexed":
-        count, seed = SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1
-        return [ValidationSet("", dataset_without_corpus(config, count, seed, validation=True), 1.0)]
+        synthetic = dataset_without_corpus(config, 256, config.seed + 1, validation=True)
+        return [ValidationSet("", synthetic, 1.0)]
     weights = {source.name: source.weight for source in history[-1].sources} if history else {}
     tokenizer = samples_tokenizer(config)
     return [
         ValidationSet(name, samples.validation(data, prefix, tokenizer), weights.get(name, 1.0))
         for name, prefix in validation_prefixes(data).items()
     ]
-
-
-def document_problems(config: PretrainConfig) -> list[str]:
-    """Problem of finding the ends of documents, at most one line; read before any rank starts."""
-    try:
-        eod_id, size = fill_eod_id(config.data).eod_id, config.model.vocab_size
-    except UserError as error:
-        return list(error.problems)
-    if eod_id is None or eod_id < size:
-        return []
-    return [f"data.eod_id={eod_id} is no token of model.vocab_size={size}; set data.eod_id to one"]
 
 
 def fill_eod_id(data: DataConfig) -> DataConfig:

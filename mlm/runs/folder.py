@@ -2,7 +2,7 @@
 
     out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
 
-It is written beside `out`, checked, then renamed.
+It is written next to `out`, checked, then renamed.
 """
 
 import os
@@ -19,7 +19,7 @@ from mlm.checkpoint.native.folders import CHECKPOINTS
 from mlm.checkpoint.native.format import JSON, TensorEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import derived_id, write_streamed
+from mlm.checkpoint.native.stream import WriteFile, derived_id, write_anew, write_streamed
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
@@ -29,8 +29,9 @@ from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import parameter_shards
 from mlm.runs.config import PretrainConfig
+from mlm.runs.journal import JOURNAL, Journal
 from mlm.runs.tokenizer import digests_of_tokenizer
-from mlm.util.errors import UserError, writing_to
+from mlm.util.errors import CheckFailedError, CorruptFileError, UserError, writing_to
 from mlm.util.files import fsync_directory
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned, real_path
@@ -60,11 +61,12 @@ def write_run(
     state: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
     progress: Callable[[int], None] = lambda count: None,
+    write_file: WriteFile = write_anew,
 ) -> Path:
     """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
 
-    `state`, with the versions and the tokenizer, alone makes the checkpoint. `read` and `progress` are as in
-    `write_streamed`.
+    `state`, with the versions and the tokenizer, alone makes the checkpoint. `read`, `progress` and
+    `write_file` are as in `write_streamed`.
     """
     full_state: dict[str, JSON] = {
         **state,
@@ -81,6 +83,7 @@ def write_run(
         save_id=derived_id({"state": full_state}),
         state=full_state,
         progress=progress,
+        write_file=write_file,
     )
 
 
@@ -116,11 +119,12 @@ def out_problems(out: str | Path) -> list[str]:
 
 
 @contextmanager
-def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
+def new_folder(out: Path, count: int, kind: str = "run", journal: Journal | None = None) -> Iterator[Path]:
     """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
 
-    If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
-    writes there removes.
+    If it fails, nothing is left; a kill leaves a hidden folder next to `out`, which the next command that
+    writes there removes. Files of `journal` stay where an interruption or the disk ends the block, and a
+    command of the same journal continues with them.
 
     Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
     OSError within.
@@ -131,20 +135,27 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with single_writer(work):
+            folder, is_kept = work / final.name, False
             try:
                 if problems := out_problems(out):
                     raise UserError(problems[0])
-                check_space(final.parent, count, f"out={out}")
-                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
-                folder = work / final.name
+                complete = journal.open(work, folder) if journal else 0
+                check_space(final.parent, count - complete, f"out={out}")
+                if not complete:
+                    delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
                 folder.mkdir(exist_ok=True)
                 claim_folder(folder, kind)
                 yield folder
                 fsync_directory(folder)
                 os.rename(folder, final)  # over an empty folder too
                 fsync_directory(final.parent)
+            except BaseException as error:
+                is_damaged = isinstance(error, CheckFailedError | CorruptFileError)
+                is_kept = journal is not None and bool(journal.files) and not is_damaged
+                raise
             finally:
-                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
+                written = () if is_kept else (final.name, JOURNAL)
+                delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

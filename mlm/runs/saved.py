@@ -1,4 +1,4 @@
-"""The settings saved in a checkpoint, and whether its tensors are those of their model."""
+"""The settings saved in a checkpoint, and whether its tensors are their model's."""
 
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ LISTED = 3  # problems of a saved configuration that a message lists
 
 
 def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
-    """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
+    """The run spec saved in a checkpoint. Raises CorruptFileError if it is not one of this version."""
     try:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
         if is_path(config.model.kind):
@@ -36,19 +36,19 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
 
 
 def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) -> None:
-    """Raise CorruptFileError unless the tensors stored are as many and as large as those of the model.
+    """Raise CorruptFileError unless the tensors stored are as many and as large as the model's.
 
     Asked before the model is built: then it takes the memory of tensors that are there, and no more.
     """
     stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
-    held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
+    num_stored, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
     is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
     # counting builds the layers that are not alike, however many a file claims
     is_short = is_deep or (model.kind in KINDS and architecture_of(model).dense_layers < len(stored))
-    made_of = count_parameters(model, with_state=True) if is_short else 0
-    if not is_deep or held != made_of:
-        made = f"{made_of:,} parameters in " if is_short else ""
+    num_made = count_parameters(model, with_state=True) if is_short else 0
+    if not is_deep or num_stored != num_made:
+        parameters = f"{num_made:,} parameters in " if is_short else ""
         raise CorruptFileError(
-            f"{path}: its configuration makes {made}{model.num_layers:,} layers, "
-            f"other than the {held:,} stored: restore it from a copy, or load another"
+            f"{path}: its configuration makes {parameters}{model.num_layers:,} layers, "
+            f"other than the {num_stored:,} stored: restore it from a copy, or load another"
         )

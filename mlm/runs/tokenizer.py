@@ -18,7 +18,7 @@ def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run spec or beside its corpora; None without one.
+    """Return the tokenizer of a run spec or next to its corpora; None without one.
 
     It has the special tokens that the corpora were built with. Raises UserError, CorruptFileError.
     """

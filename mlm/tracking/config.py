@@ -60,23 +60,20 @@ def choose_runs(paths: Sequence[str]) -> tuple[list[str], list[Problem], list[Pr
 
     A pattern of the shell names other paths too: `mlm report runs/lr/*`.
     """
-    problem_of = {path: _run_problem(path) for path in dict.fromkeys(paths)}
-    runs = [path for path, problem in problem_of.items() if problem is None]
-    others = [problem for problem in problem_of.values() if problem is not None]
+    runs, others = list[str](), list[Problem]()
+    fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
+    for path in dict.fromkeys(paths):
+        folder = Path(path)
+        try:
+            if not folder.exists():
+                others.append(Absent.at("runs", path, "no such folder", fix))
+            elif not folder.is_dir():
+                others.append(Problem.at("runs", path, "is not a folder", fix))
+            elif kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
+                runs.append(path)
+            else:
+                others.append(Problem.at("runs", path, "holds no run", fix))
+        except OSError as error:
+            others.append(Problem.at("runs", path, f"cannot be read ({error.strerror})", fix))
     fatal = [problem for problem in others if not runs or isinstance(problem, Absent)]
     return runs, [problem for problem in others if problem not in fatal], fatal
-
-
-def _run_problem(path: str) -> Problem | None:
-    folder = Path(path)
-    fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
-    try:
-        if not folder.exists():
-            return Absent.at("runs", path, "no such folder", fix)
-        if not folder.is_dir():
-            return Problem.at("runs", path, "is not a folder", fix)
-        if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
-            return None
-    except OSError as error:
-        return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
-    return Problem.at("runs", path, "holds no run", fix)

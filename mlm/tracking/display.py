@@ -80,7 +80,6 @@ class Display(Sink):
         self.console.print(Text(text), soft_wrap=True)
 
     def problem(self, text: str) -> None:
-        """Print a problem on stderr; results and progress are on standard output."""
         with suppress(OSError, ValueError):  # its reader may be gone
             print(f"mlm: {text}", file=sys.stderr, flush=True)
 
@@ -101,26 +100,11 @@ class Display(Sink):
             self.note(f"{self.counter(self.done + 1)}  {now}")
 
     def step(self, metrics: StepMetrics) -> None:
-        self.done, self.is_logged = metrics.step, True
-        self.eta.update(metrics.step, metrics.step_time_s)
-        self.note(self.counter(metrics.step) + "  " + self.numbers(metrics))
-
-    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
-        pairs += [f"{name} {part:.4f}" for name, part in name_parts(parts).items()]
-        self.note("  ".join([self.counter(step), *pairs]))
-
-    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
-        best = ["best yes"] if is_best else []
-        self.note("  ".join([self.counter(step), f"scored {split}", *pairs, *best]))
-
-    def counter(self, step: int) -> str:
-        total = str(self.total_steps)
-        return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"
-
-    def numbers(self, m: StepMetrics) -> str:
+        m = metrics
+        self.done, self.is_logged = m.step, True
+        self.eta.update(m.step, m.step_time_s)
         pairs = [
+            self.counter(m.step),
             f"loss {m.loss:8.4f}",
             *(f"{name} {part:.4f}" for name, part in m.parts.items()),
             f"lr {m.lr:.3e}",
@@ -138,4 +122,18 @@ class Display(Sink):
             f"memory {m.memory_bytes / 2**30:7.2f}GiB",
             f"ETA {duration(self.eta.seconds())}",
         ]
-        return "  ".join(pairs)
+        self.note("  ".join(pairs))
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
+        pairs += [f"{name} {part:.4f}" for name, part in name_parts(parts).items()]
+        self.note("  ".join([self.counter(step), *pairs]))
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
+        best = ["best yes"] if is_best else []
+        self.note("  ".join([self.counter(step), f"scored {split}", *pairs, *best]))
+
+    def counter(self, step: int) -> str:
+        total = str(self.total_steps)
+        return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"

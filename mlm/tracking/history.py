@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, measured, validation, scores, saved,
-save_failed, failed, incident, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are
+One JSON object per line, each with `kind` (run, step, measured, validation, sample, scores, saved,
+save_failed, failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are
 not finite are null: JSON has no NaN.
 """
 
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +76,19 @@ class MetricsFile(Sink):
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         self.append(kind, fields)
 
+    def rewound(self, step: int) -> None:
+        self.flush()
+        assert self.file is not None, "MetricsFile.start() comes first"
+        try:
+            # they tell of the steps that the rewind takes back
+            rewind(self.path, step, keep=("run", "incident", "rewound"))
+            rewound = self._open()  # another file: the old one is still open
+        except OSError as error:
+            self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
+            return
+        self.file.close()
+        self.file = rewound
+
     def _open(self) -> BinaryIO:
         # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -109,17 +122,20 @@ class MetricsFile(Sink):
         self.file = None
 
 
-def rewind(path: Path, start_step: int) -> None:
+def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
     """Drop from a metrics file the steps after `start_step`, and lines a kill left half written.
 
-    A start from step 0 begins a new history. The file is replaced atomically, and only if it changes.
+    Records of the types in `keep` stay. Without any, a start from step 0 begins a new history. The file is
+    replaced atomically, and only if it changes.
     """
     if not path.exists():
         return
     old = read_bounded(path, MAX_BYTES, MOVE)
+    is_new = start_step == 0 and not keep
     kept = b""
-    for line in old.split(b"\n") if start_step else ():
-        if 0 <= step_of(parse(line)) <= start_step:
+    for line in old.split(b"\n") if not is_new else ():
+        record = parse(line)
+        if step_of(record) >= 0 and (step_of(record) <= start_step or record["kind"] in keep):
             kept += line + b"\n"
     if kept != old:
         write_atomic(path, kept)

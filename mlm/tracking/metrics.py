@@ -32,7 +32,7 @@ class ExpertLoads:
     @property
     def dropped_share(self) -> float:
         """Choices that were dropped, of all."""
-        counts, dropped = (sum(map(sum, each.values())) for each in (self.counts, self.dropped))
+        counts, dropped = (sum(map(sum, by_layer.values())) for by_layer in (self.counts, self.dropped))
         return dropped / max(1, counts)
 
     def summary(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Sink:
     def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
         """Take a checkpoint written in `seconds`, for `waited` of which training stood still.
 
-        `digest` is that of its tensors, in a run with exact=N.
+        `digest` is its tensors', in a run with exact=N.
         """
 
     def save_failed(self, step: int, error: str) -> None:
@@ -110,6 +110,9 @@ class Sink:
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Take what else happened."""
+
+    def rewound(self, step: int) -> None:
+        """Forget the steps after `step`: they are trained again."""
 
     def note(self, text: str) -> None:
         """Take a line for the user."""

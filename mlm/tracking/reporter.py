@@ -108,12 +108,6 @@ def training_console(metrics: Path) -> Console:
     return Screen(file=cast(TextIO, stream))
 
 
-def scalars(metrics: StepMetrics) -> dict[str, float]:
-    numbers = flatten_metrics(metrics)
-    del numbers["step"]
-    return {f"train/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
-
-
 class Tracker(Sink, ABC):
     """A destination that takes numbers by tag and step."""
 
@@ -122,7 +116,10 @@ class Tracker(Sink, ABC):
         """Queue values; the tracker's own thread writes them."""
 
     def step(self, metrics: StepMetrics) -> None:
-        self.log(metrics.step, scalars(metrics))
+        numbers = flatten_metrics(metrics)
+        del numbers["step"]
+        scalars = {f"train/{key}": value for key, value in numbers.items() if isinstance(value, int | float)}
+        self.log(metrics.step, scalars)
 
     def measured(self, step: int, values: Parts) -> None:
         self.log(step, values)

@@ -25,13 +25,13 @@ Column = NDArray[np.float64]
 RESULT = "result.json"  # of finetuning
 MISSING = "–"
 MAX_LISTED = 500
-"""Incidents, checkpoints and attempts of a run that are kept; the newest."""
+"""Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
 MAX_PROBLEMS = 5
 """Files of a run that are named as damaged."""
 LARGEST = float(1 << 53)
 
 
-class Rows:
+class MetricRows:
     """Numbers of one type of record by column, in the order of the file."""
 
     def __init__(self) -> None:
@@ -44,11 +44,6 @@ class Rows:
                 self.columns[name] = array("d", [math.nan]) * len(self.columns["step"])
         for name, column in self.columns.items():
             column.append(numbers.get(name, math.nan))
-
-    def drop_after(self, step: float) -> None:
-        keep = np.array(self.columns["step"]) <= step
-        if not keep.all():
-            self.columns = {name: array("d", np.array(c)[keep]) for name, c in self.columns.items()}
 
     def table(self) -> dict[str, Column]:
         """Columns with ascending steps; the later of rows with equal steps."""
@@ -97,12 +92,15 @@ class RunRecords:
     problems: list[str] = field(default_factory=list)
     """Lines on what could not be read."""
     attempts: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    rows: dict[str, Rows] = field(default_factory=dict)
+    rows: dict[str, MetricRows] = field(default_factory=dict)
     """Numbers by type of record; scores of finetuning by their split."""
     incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
+    samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    """Continuations of prompts at validations."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False
@@ -125,7 +123,6 @@ class RunRecords:
 
     @property
     def done(self) -> int:
-        """Steps that are done, as far as was logged."""
         ends = [int(table["step"][-1]) for table in self.tables.values() if len(table["step"])]
         return max([*ends, *map(step_of, self.saves)], default=0)
 
@@ -211,7 +208,6 @@ def names_of(folders: Sequence[str]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunRecords:
-    """Read a run. Raises UserError, CorruptFileError."""
     run = RunRecords(name, folder)
     try:
         if (folder / FILE_NAME).exists():
@@ -223,7 +219,15 @@ def read_run(folder: Path, name: str) -> RunRecords:
                 run.settings = flatten(tree)
             except UserError as error:
                 run.problems.append(str(error))
-        read_scores(run)
+        results = [*sorted(folder.glob("eval-*.json")), folder / RESULT]
+        for file in filter(Path.is_file, results[-100:]):
+            try:
+                result = parse_json(read_bounded(file, 1 << 22, MOVE), foreign=True)
+            except (UserError, ValueError) as error:
+                run.problems.append(f"{file.name} is damaged: {error}")
+                continue
+            if isinstance(result, dict):
+                run.scores.append((file.name, result))
         run.is_held = Lock(folder / "checkpoints" / LOCK).is_held()
         run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
     except OSError as error:
@@ -245,53 +249,41 @@ def read_metrics(run: RunRecords) -> None:
     """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
     for line in read_lines(run.folder / FILE_NAME):
         record = parse(line)
-        if 0 <= step_of(record) < LARGEST:
-            now, previous = number(record.get("time")), run.last_time
-            if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
-                run.seconds += now - previous
-            run.last_time = now if now == now else previous
-            add_record(run, record)
-        else:
+        if not 0 <= step_of(record) < LARGEST:
             run.damaged += line.endswith(b"\n") and bool(line.strip())
-
-
-def add_record(run: RunRecords, record: dict[str, Any]) -> None:
-    kind = record["kind"]
-    if kind == "run":
-        run.attempts.append(record)
-        run.failure = ""
-    if kind == "failed":
-        run.failure = escape_controls(str(record.get("error")))[:500]
-    if kind == "run":
-        for rows in run.rows.values():
-            rows.drop_after(step_of(record))
-    if kind in ("step", "measured", "validation", "scores"):
-        table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
-        numbers = {
-            str(name)[:80]: number(value)
-            for name, value in record.items()
-            if (value is None or isinstance(value, int | float)) and not isinstance(value, bool)
-        }
-        if len(run.rows) < 16 or table in run.rows:
-            run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
-    lists = {
-        **{"incident": run.incidents, "saved": run.saves, "save_failed": run.saves},
-        "experts": run.loads,
-    }
-    if kind in lists:
-        lists[kind].append(record)
-
-
-def read_scores(run: RunRecords) -> None:
-    """Read the results of evaluations in the folder. Raises OSError."""
-    files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
-    for file in files[-100:]:
-        if not file.is_file():
             continue
-        try:
-            result = parse_json(read_bounded(file, 1 << 22, MOVE), foreign=True)
-        except (UserError, ValueError) as error:
-            run.problems.append(f"{file.name} is damaged: {error}")
-            continue
-        if isinstance(result, dict):
-            run.scores.append((file.name, result))
+        kind, now, previous = record["kind"], number(record.get("time")), run.last_time
+        if kind != "run" and now > previous:  # breaks between attempts do not count
+            run.seconds += now - previous
+        run.last_time = now if now == now else previous
+        if kind == "run":
+            run.attempts.append(record)
+            run.failure = ""
+        if kind == "rewound":
+            run.incidents.append(record)
+        if kind in ("run", "rewound"):
+            for rows in run.rows.values():  # those steps are trained again
+                kept = np.array(rows.columns["step"]) <= step_of(record)
+                if not kept.all():
+                    rows.columns = {name: array("d", np.array(c)[kept]) for name, c in rows.columns.items()}
+            keep = (sample for sample in run.samples if step_of(sample) <= step_of(record))
+            run.samples = deque(keep, maxlen=MAX_LISTED)
+        elif kind == "failed":
+            run.failure = escape_controls(str(record.get("error")))[:500]
+        elif kind in ("step", "measured", "validation", "scores"):
+            table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
+            numbers = {
+                str(name)[:80]: number(value)
+                for name, value in record.items()
+                if (value is None or isinstance(value, int | float)) and not isinstance(value, bool)
+            }
+            if len(run.rows) < 16 or table in run.rows:
+                run.rows.setdefault(table, MetricRows()).add({**numbers, "time": run.seconds})
+        elif kind == "incident":
+            run.incidents.append(record)
+        elif kind in ("saved", "save_failed"):
+            run.saves.append(record)
+        elif kind == "experts":
+            run.loads.append(record)
+        elif kind == "sample":
+            run.samples.append(record)

@@ -19,7 +19,7 @@ from mlm.util.errors import Problem, format_settings, format_value
 
 OPTIONS = "model.options"
 PLACES = ("rollback", "out")
-"""Keys of recorded changes that are no settings: a run went back, or continued in another folder."""
+"""Keys of recorded changes other than settings: a run went back, or continued in another folder."""
 MAX_CHANGES = 1000
 """Changes that a checkpoint records, the newest ones."""
 
@@ -48,10 +48,11 @@ IDENTITY = (
 DATA = _keys("data.", "path train blend tokenizer")
 """Keys whose data is compared by content; data.change=true allows another."""
 FREE = (
-    *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.change"),
+    *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.cache_gb data.change"),
     *_keys("check.", "every ranks_every slow_factor expert_steps expert_share"),
     *_keys("", "ema.validate train.keep_best train.patience"),
     *_keys("train.", "validate_every validate_batches observers"),
+    *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror from_step"),
     "checkpoint.from_run",
     *_keys("log.", "every tensorboard wandb_project"),
@@ -85,7 +86,6 @@ class RunAncestry:
         return tuple(change for change in self.changes if change["step"] == step)
 
     def after(self, save: Save) -> "RunAncestry":
-        """Return the ancestry of the checkpoint after `save`."""
         return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
 
 
@@ -113,11 +113,16 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
         for settings in (now, then):
             options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
             settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
+    # of some keys only some runs depend: masking is BERT's, an end of documents counts with switches
+    unused = {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"}
+    unused.difference_update(family_of(config.model.kind).data_keys)
+    if not any(getattr(config.data, switch) for switch in SWITCHES):
+        unused.add("data.eod_id")
     return [
         f"{key}={format_value(now[key])}: the run in {run} was trained with {format_value(then[key])}; set "
         f"{key}={format_value(then[key])}, or another out=… (ckpt={run} begins it with these weights)"
         for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
-        if key in then and now[key] != then[key] and _matters(key, config)
+        if key in then and now[key] != then[key] and key not in unused
     ]
 
 
@@ -137,15 +142,6 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
     return [Problem(other, problem, fix)]
 
 
-def _matters(key: str, config: PretrainConfig) -> bool:
-    """True if the run depends on the key: masking counts for BERT, an end of documents with switches."""
-    if key in ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"):
-        return key in family_of(config.model.kind).data_keys
-    if key == "data.eod_id":
-        return any(getattr(config.data, switch) for switch in SWITCHES)
-    return True
-
-
 def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], ...]:
     """Allowed changes that numbers depend on, as a checkpoint records them."""
     now, then = current_settings(config), flat_settings(saved)
@@ -162,7 +158,6 @@ def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
 
 
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the changes that the state of a checkpoint records."""
     lineage = state.get(LINEAGE)
     changes = lineage.get("changes") if isinstance(lineage, dict) else None
     return (

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mlm.launch.rules.layout import Launch
 from mlm.models.config import KINDS
 from mlm.models.documents import pack_sequences
 from mlm.models.family import family_of
@@ -20,9 +19,9 @@ from mlm.models.shape import layer_weights
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.matmul import prepare_products
-from mlm.runs.checks import accumulation_fuses, graphs_replay
+from mlm.runs.checks import conflict
 from mlm.runs.config import AttentionKernel, PretrainConfig
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_value
 
 ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
@@ -133,21 +132,23 @@ def settle_kernels(
         parallel = replace(parallel, tp_overlap=1)
         return replace(config, compile=False, cuda_graphs=False, fuse_accumulation=False, parallel=parallel)
     is_shipped = config.model.kind in KINDS and not config.lora.rank
-    launch, train = Launch(None, None), config.train
+    train = config.train
     graphs, fuses, parts = config.cuda_graphs, config.fuse_accumulation, parallel.tp_overlap
     if graphs is None:
         replayed = replace(config, cuda_graphs=True)
         # On an H200 replayed graphs gain half the speed at 0.35e12 FLOP of a layer and micro-batch, and
         # nothing at 1.4e12 (scripts/results/gpu).
         graphs = on_gpu and one_shape and is_shipped and layer_flops(config) < 1e12
-        graphs = graphs and graphs_replay(replayed, launch) is None and should_compile(config.compile, device)
+        graphs = (
+            graphs and conflict("cuda_graphs", replayed) is None and should_compile(config.compile, device)
+        )
     if fuses is None:
         fused = replace(config, fuse_accumulation=True)
         fuses = (
             on_gpu and one_shape and is_shipped and not graphs and config.precision.dtype in ("bf16", "fp16")
         )
         fuses = fuses and train.global_batch_size > replicas * train.micro_batch_size
-        fuses = fuses and accumulation_fuses(fused, launch) is None
+        fuses = fuses and conflict("fuse_accumulation", fused) is None
     if parts is None:  # plans of GPUs are on meta
         parts = 2 if device.type in ("cuda", "meta") and parallel.sequence_parallel and parallel.tp > 1 else 1
     return replace(
@@ -164,8 +165,10 @@ def layer_flops(config: PretrainConfig) -> float:
     return 6 * layer_weights(config.model) * tokens
 
 
-def kernels_line(config: PretrainConfig, settled: PretrainConfig) -> str | None:
-    """A line that says what `settle_kernels` turned on; None if nothing."""
+def kernels_line(config: PretrainConfig, settled: PretrainConfig, device: torch.device) -> str | None:
+    """A line that says what `settle_kernels` turned on, or that a switch has no effect; None if neither."""
+    if config.cuda_graphs and device.type != "cuda":
+        return f"cuda_graphs={format_value(config.cuda_graphs)} has no effect on a CPU"
     chosen = []
     if config.cuda_graphs is None and settled.cuda_graphs:
         small = f"a layer takes {layer_flops(config) / 1e12:.2g} TFLOP of a micro-batch"

@@ -31,7 +31,7 @@ from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.named_observers import SHIPPED, named_observers
-from mlm.training.observer import Observer, Observers, StepOutcome
+from mlm.training.observer import Observer, Observers, RewindRequested, StepOutcome
 from mlm.training.saver import SaveFailedError, Saver
 from mlm.training.state import save_best
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
@@ -70,8 +70,14 @@ class Loop(ABC):
         self.stop.last_step = self.last_step
         trainer.observers = observers = Observers(self.observers())
         try:
-            observers.on_run_start(trainer, self.reporter)
-            is_finished = self.run_steps()
+            while True:
+                observers.on_run_start(trainer, self.reporter)
+                try:
+                    is_finished = self.run_steps()
+                    break
+                except RewindRequested as request:
+                    self.throughput.pause()
+                    request.rewind()
             observers.on_run_end()
         finally:
             trainer.observers = Observers()
@@ -113,6 +119,7 @@ class Loop(ABC):
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         self.incidents = incidents = Incidents(trainer, out, reporter, saver)
+        # incidents first, as a step that they return from is not reported
         watching: list[Observer] = [incidents, self.vote]
         if trainer.ctx.world_size > 1:
             watching.append(SlowRanks(trainer, incidents.report))
@@ -216,7 +223,6 @@ class Loop(ABC):
         return True
 
     def save(self, *, awaited: bool) -> None:
-        """Begin a checkpoint; wait for it if it is the last."""
         self.throughput.pause()
         self.trainer.observers.before_save()
         with self.trainer.observers.phase("saving"):
@@ -342,17 +348,14 @@ def composed_yaml(config: Any, command: str) -> str:
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:
     """The words to type to resume a run, started as this one was."""
-    return ["mlm", command, f"resume={out}", *user_code(config)]
-
-
-def user_code(config: Any) -> list[str]:
-    """Settings that name user code, as words: a saved import path is followed only if typed again."""
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
-    return [
+    # a saved import path of user code is followed only if typed again
+    user_code = [
         f"{key}={format_value(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()
     ]
+    return ["mlm", command, f"resume={out}", *user_code]
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:
@@ -361,7 +364,6 @@ def run_row(name: str, out: Path) -> tuple[str, str]:
 
 
 def model_row(trainer: Trainer, run_origin: str = "") -> tuple[str, str]:
-    """Family, size and shape of the model."""
     model = trainer.config.model
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
     return "model", f"{model.kind} {count_parameters(model) / 1e6:,.1f}M ({shape}){run_origin}"

@@ -25,7 +25,6 @@ MISSING = {
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library if it is glibc."""
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 

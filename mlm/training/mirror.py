@@ -87,7 +87,11 @@ class Uploads:
 
     def __init__(self, config: PretrainConfig) -> None:
         self.out, self.settings, self.steps = Path(config.out), config.checkpoint, config.train.steps
-        self.mirror = open_mirror(self.out, config.checkpoint)
+        mirror, root = read_mirror(self.out, config.checkpoint), self.out / CHECKPOINTS
+        if config.checkpoint.from_mirror and (mirror.newest is not None or mirror.has_config):
+            mirror.download(root, folders.latest_checkpoint(root), config.checkpoint.from_step)
+        mirror.write()
+        self.mirror = mirror
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._failure: str | None = None
@@ -155,15 +159,6 @@ class Uploads:
                     log.warning("%s; the next one is tried again", self._failure)
 
 
-def open_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
-    """Claim the mirror of the run in `out`, which begins or continues it. Raises UserError, OSError."""
-    mirror, root = read_mirror(out, settings), out / CHECKPOINTS
-    if settings.from_mirror and (mirror.newest is not None or mirror.has_config):
-        mirror.download(root, folders.latest_checkpoint(root), settings.from_step)
-    mirror.write()
-    return mirror
-
-
 def read_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
     """Return the mirror of the run in `out`. Raises UserError, as for one of another run; OSError."""
     mirror, root = Mirror(str(settings.mirror)), out / CHECKPOINTS
@@ -213,7 +208,7 @@ class Mirror:
             fix = "restore one, or name the prefix of a run's checkpoint.mirror"
             raise CorruptFileError(f"{self.url}: holds no whole checkpoint; {fix}")
         since = doubtful_since(read_manifest_head(paths[0]).state) or None
-        return choose_step(self.root, step, since=since, setting=setting, place=self.url)
+        return choose_step(self.root, step, since=since, setting=setting, location=self.url)
 
     def upload(self, directory: Path, settings: CheckpointConfig) -> None:
         """Upload a checkpoint; delete those that neither its folder nor retention keeps. Raises OSError."""
@@ -350,8 +345,8 @@ class Mirror:
                     continue
             self._place(manifest, encoded, stored)
             if name in aside:
-                place = folders.checkpoints(self.root)[manifest.step]
-                place.rename(folders.free_name(self.root, manifest.step))
+                folder = folders.checkpoints(self.root)[manifest.step]
+                folder.rename(folders.free_name(self.root, manifest.step))
         if damage and not self.checkpoints:
             raise CorruptFileError(f"{url}: {damage}; restore it, or name another prefix")
         if self.checkpoints and not set(checkpoints).intersection(self.checkpoints):
@@ -378,7 +373,6 @@ class Mirror:
             raise CorruptFileError(f"no list of checkpoints ({error})") from error
 
     def _check_writer(self) -> None:
-        """Raise UserError if another process has claimed the mirror."""
         with suppress(CorruptFileError):  # it will be replaced
             if self._listing()[0] not in (None, self._writer):
                 raise UserError(f"{self.url}: another run writes there now; name another prefix for this one")

@@ -78,19 +78,19 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
     for name in (name for name in required if name not in fields):
         fix = f"write {KEY}=[{{use: {path}, {name}: …}}]"
         raise OwnCodeError(f"{KEY}={path}: its field {name} is required", keys=(KEY,), fix=fix)
-    return {name: _typed(path, name, value, hints.get(name, Any)) for name, value in fields.items()}
-
-
-def _typed(path: str, name: str, value: Any, annotation: Any) -> Any:
-    kind = annotation.__origin__ if get_origin(annotation) is Annotated else annotation
-    bound = metadata(annotation, Bound)
-    try:
-        adapter = TypeAdapter(kind)
-    except PydanticSchemaGenerationError:  # of a class that is no type of YAML's values
-        return value
-    leaf = Leaf(key=name, type=kind, default=None, doc="", bound=bound)
-    problem = problem_of_value(leaf, value) or (bound and bound.problem(name, value))
-    if problem:
-        fix = problem.fix or f"correct {name}"
-        raise OwnCodeError(f"{KEY}={path}: {problem.problem}", keys=(KEY,), fix=fix)
-    return adapter.validate_python(value)
+    typed = dict(fields)
+    for name, value in fields.items():
+        annotation = hints.get(name, Any)
+        kind = annotation.__origin__ if get_origin(annotation) is Annotated else annotation
+        bound = metadata(annotation, Bound)
+        try:
+            adapter = TypeAdapter(kind)
+        except PydanticSchemaGenerationError:  # of a class that is no type of YAML's values
+            continue
+        leaf = Leaf(key=name, type=kind, default=None, doc="", bound=bound)
+        problem = problem_of_value(leaf, value) or (bound and bound.problem(name, value))
+        if problem:
+            fix = problem.fix or f"correct {name}"
+            raise OwnCodeError(f"{KEY}={path}: {problem.problem}", keys=(KEY,), fix=fix)
+        typed[name] = adapter.validate_python(value)
+    return typed

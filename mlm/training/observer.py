@@ -57,11 +57,20 @@ class DeferredCheck:
     """Return None where `hold` is 0.0; else True to apply the update now, False to skip it. Waits."""
 
 
+class RewindRequested(Exception):  # noqa: N818, as it is no error
+    """Raised in `after_step` on all ranks: training continues from an earlier checkpoint."""
+
+    def __init__(self, rewind: Callable[[], None]) -> None:
+        super().__init__()
+        self.rewind = rewind
+        """Load the checkpoint into the trainer. Collective."""
+
+
 class Observer(PlanObserver):
     """Watches a run. All methods do nothing by default."""
 
     def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
-        """Training begins at step `trainer.step`.
+        """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
 
         `trainer` is the `mlm.training.trainer.Trainer`. `reporter.measured(step, values)` reports numbers to
         metrics.jsonl, TensorBoard and W&B alike; `reporter.note(text)` shows a line,

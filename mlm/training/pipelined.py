@@ -114,7 +114,6 @@ class PipelinedModel:
 
     @property
     def is_last(self) -> bool:
-        """True if this rank holds the last stage."""
         return self.ctx.pp.rank == self.ctx.pp.size - 1
 
     def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:

@@ -11,7 +11,9 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import (
     CHECKPOINTS,
     candidates,
+    checkpoint_problem,
     locate,
+    step_directory_name,
     step_of,
 )
 from mlm.checkpoint.native.retention import checkpoint_doubt
@@ -27,7 +29,7 @@ from mlm.data.blend_history import (
     describe_change,
     encode,
 )
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import read_rank_position
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import sources
@@ -50,7 +52,7 @@ def checkpoints_folder(config: PretrainConfig) -> Path:
 def resume_candidates(config: PretrainConfig) -> list[Path]:
     """Return the checkpoints to continue from, the best first; empty for a new run.
 
-    The run's own come before those of checkpoint.from_run. Raises UserError when resuming is off, and where
+    The run's own come before checkpoint.from_run's. Raises UserError when resuming is off, and where
     from_run holds none; CorruptFileError when there are checkpoints and none is whole.
     """
     own = latest_checkpoint(checkpoints_folder(config))
@@ -69,8 +71,8 @@ def continued_candidates(name: str) -> list[Path]:
 
     Raises UserError where there is no training state.
     """
-    place, is_step = locate(name, "resume")
-    latest = place if is_step else latest_checkpoint(place)
+    folder, is_step = locate(name, "resume")
+    latest = folder if is_step else latest_checkpoint(folder)
     assert latest is not None, "located"
     if is_weights_only(read_manifest(latest).state):
         raise UserError(
@@ -107,7 +109,7 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
         then, fix = TokenizerDigest.of(manifest.state), "use corpora of that tokenizer, or begin another run"
         problems += tokenizer_errors(config.data, then, f"the run in {path.parent.parent}", fix)
         # of several processes rank 0 compares the data, when all are there
-        if config.data.kind == "indexed" and read_rank_place(os.environ) is None and not problems:
+        if config.data.kind == "indexed" and read_rank_position(os.environ) is None and not problems:
             history, consumed = read_history(manifest.state), int(manifest.state["consumed_samples"])
             attempt(problems, lambda: continued_history(config, history, consumed))
     return problems
@@ -185,6 +187,28 @@ def resume(trainer: Trainer) -> Path | None:
     if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
+
+
+def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
+    """Load the run's newest good checkpoint into a trainer that has taken steps since, and return its path.
+
+    None without one of a step below `before`. Collective. Raises as `resume`.
+    """
+    ranks = Ranks.of(trainer.ctx)
+    paths = rewind_candidates(trainer.config, before) if ranks.is_main else []
+    return load_first_whole(trainer, ranks.broadcast(list(map(str, paths))))
+
+
+def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
+    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
+    paths = [
+        path
+        for path in candidates(checkpoints_folder(config))
+        if before is None or int(step_directory_name(path).removeprefix("step-")) < before
+    ]
+    return [
+        path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None
+    ] or paths
 
 
 def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:

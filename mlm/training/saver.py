@@ -3,7 +3,7 @@
 A save copies the state into host memory; then a thread of the lowest priority writes it, agrees with the
 other ranks over a separate group, and publishes.
 
-On a CPU the copy is made at once, by all cores: a thread beside those that compute would cost them more. On a
+On a CPU the copy is made at once, by all cores: a thread during the next step would cost more. On a
 GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy overlaps the
 forward and backward pass of the next step, and `before_weights_change` waits for the rest of it.
 """
@@ -77,12 +77,6 @@ class PendingSave:
     """Of the tensors, in a run with exact=N."""
     error: BaseException | None = None
 
-    def await_judgement(self) -> int | None:
-        """Wait until the written save is judged; return the first step that may be wrong."""
-        self.seconds = time.perf_counter() - self.begun
-        self.judged.wait()
-        return self.wrong_since
-
 
 class Saver(Observer):
     """Saves a trainer's state, in the background if checkpoint.asynchronous. Every rank has one.
@@ -152,7 +146,10 @@ class Saver(Observer):
             if not self._copies_aside:
                 self._copy(pending)
             pending.thread = threading.Thread(
-                target=self._write_aside, args=(pending,), name="checkpoint", daemon=True
+                target=self._write,
+                args=(pending, self._group, self._watch, self._file),
+                name="checkpoint",
+                daemon=True,
             )
             pending.thread.start()
             pending.waited = time.perf_counter() - pending.begun
@@ -250,17 +247,25 @@ class Saver(Observer):
             self._file.fill(stored_tensors(pending.shards), pending.save_id)
         pending.staged.set()
 
-    def _write_aside(self, pending: PendingSave) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the lowest
-        self._write(pending, self._group, self._watch, self._file)
-
     def _write(self, pending: PendingSave, group: Any, watch: Watch, staged: StagedFile | None) -> None:
-        """Write the checkpoint, and keep what becomes of it in `pending`."""
+        """Write the checkpoint, and keep what becomes of it in `pending`.
+
+        With `staged` it runs in a thread, and writes what that holds.
+        """
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
+
+        def await_judgement() -> int | None:
+            """Return the first step that may be wrong, once a later step has shown it."""
+            pending.seconds = time.perf_counter() - pending.begun
+            pending.judged.wait()
+            return pending.wrong_since
+
         try:
-            if staged is not None and self._copies_aside:
-                self._copy(pending)
+            if staged is not None:
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the lowest
+                if self._copies_aside:
+                    self._copy(pending)
             pending.path = save_checkpoint(
                 self.out / CHECKPOINTS,
                 pending.step,
@@ -271,7 +276,7 @@ class Saver(Observer):
                 keep_every=settings.keep_every,
                 save_id=pending.save_id,
                 staged=staged,
-                wrong_since=pending.await_judgement,
+                wrong_since=await_judgement,
             )
             if self.trainer.config.exact and ctx.is_main:
                 pending.digest = tensors_digest(pending.path, read_manifest(pending.path))

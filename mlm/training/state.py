@@ -101,7 +101,7 @@ def save_best(trainer: Trainer, out: Path) -> None:
 
     Collective over all ranks; raises CheckpointError on all of them.
     """
-    # descent and averages are those of the other folder
+    # descent and averages are the other folder's
     facts = {key: value for key, value in counters(trainer).items() if key not in (EMA, LINEAGE)}
     owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
     save_checkpoint(
@@ -161,8 +161,16 @@ def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[s
         trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, float(state["applied_steps"]))
-        is_main = trainer.ctx.is_main
-        trainer.ancestry = read_ancestry(trainer.config, path, manifest) if is_main else RunAncestry()
+        trainer.ancestry = RunAncestry()
+        if trainer.ctx.is_main:  # its saves, and the allowed changes since the checkpoint
+            out, step = trainer.config.out, manifest.step
+            since = changes_since(trainer.config, state["config"], step)
+            if later := descendants_set_aside(path.parent, path):
+                since += ({"step": step, "key": "rollback", "from": max(later), "to": step},)
+            if path.parent.resolve() != Path(out, CHECKPOINTS).resolve():
+                since += ({"step": step, "key": "out", "from": str(path.parent.parent), "to": out},)
+            changes = (*recorded_changes(state), *since)[-MAX_CHANGES:]
+            trainer.ancestry = RunAncestry(Lineage.of(state), changes).after(manifest.save)
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
         if trainer.average is not None:
@@ -221,7 +229,7 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
 def check_base(
     config: PretrainConfig, path: Path, manifest: Manifest, base: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise UserError if a run's adapters would continue on another base; None is that of `ckpt`, if ours."""
+    """Raise UserError if a run's adapters would continue on another base; None is `ckpt`'s, if ours."""
     saved = manifest.state.get(LORA)
     if base is None and config.ckpt is not None and is_ours(config.ckpt):
         base = {"base": config.ckpt, "digest": read_manifest(resolve(config.ckpt)).digest}
@@ -230,17 +238,6 @@ def check_base(
             f"ckpt={config.ckpt or base['base']}: {path} holds adapters of another base "
             f"({saved.get('digest')}); set ckpt={saved.get('base')}, or another out=…"
         )
-
-
-def read_ancestry(config: PretrainConfig, path: Path, manifest: Manifest) -> RunAncestry:
-    """Ancestry of a run that continues from a checkpoint: its saves, and the allowed changes since."""
-    since = changes_since(config, manifest.state["config"], manifest.step)
-    if later := descendants_set_aside(path.parent, path):
-        since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
-    if path.parent.resolve() != Path(config.out, CHECKPOINTS).resolve():
-        since += ({"step": manifest.step, "key": "out", "from": str(path.parent.parent), "to": config.out},)
-    changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
-    return RunAncestry(Lineage.of(manifest.state), changes).after(manifest.save)
 
 
 def load_weights(

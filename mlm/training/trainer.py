@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import BlendSegments
-from mlm.data.sampler import Dataset, Loader, MicroBatch, batch_at
+from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.config import KINDS
 from mlm.models.exact import exact_axes, make_exact
@@ -25,8 +25,8 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce, to_device
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.exact import sum_over_ranks
-from mlm.parallel.exact_gradients import TreeReducer, build_tree_reducer, leaf_order, tree_of_leaves
+from mlm.parallel.exact import sum_over_ranks, tree_sum
+from mlm.parallel.exact_gradients import TreeReducer, leaf_order
 from mlm.parallel.expert.router import Balance, routers
 from mlm.parallel.gradients import (
     build_reducer,
@@ -42,6 +42,7 @@ from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, s
 from mlm.runs.checks import exact_parts
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import fill_eod_id
+from mlm.training.graphs import ReplayedLayers
 from mlm.training.identity import RunAncestry
 from mlm.training.kernels import choose_kernels, compile_layers, settle_kernels, should_compile
 from mlm.training.observer import Observer, Observers, StepOutcome
@@ -77,15 +78,20 @@ def build_model(
             chunk.layers.values(),
             choice,
             device,
-            graphs=bool(config.cuda_graphs),
+            graphs=config.cuda_graphs is True,
             budget=parallel.recompute_budget if parallel.recompute == "budget" else 1.0,
         )
         if is_compiled:
             model.casts.exclude(chunk.layers.values())
+        if config.cuda_graphs == "stack" and device.type == "cuda":
+            chunk.run_layers = ReplayedLayers(chunk)
+            # casts of a step are nodes outside of the graph, where gradients cannot go
+            captured = chunk.layers, getattr(chunk, "final_norm", None)
+            model.casts.exclude(module for module in captured if module is not None)
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled, module.device_type = is_compiled, device.type
-    model.replays = model.casts.persistent = bool(config.cuda_graphs)
+    model.replays = model.casts.persistent = config.cuda_graphs is True
     return model
 
 
@@ -121,6 +127,7 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         newest_samples: samples of the newest step.
         history: corpora that the samples were read from; empty for synthetic data.
+        excluded_samples: sample numbers that incidents exclude from the run.
         is_finite: False if the newest step was not: its state is not worth a checkpoint.
         wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
             checkpoint from before it is deleted.
@@ -144,7 +151,7 @@ class Trainer(Generic[B]):
         device: torch.device | None = None,
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
-        self.ctx = ctx = exact_axes(ctx, exact_parts(config), config.exact)
+        self.ctx = ctx = exact_axes(ctx, exact_parts(config), config.exact) if config.exact else ctx
         one_shape = objective is None  # finetuning's texts differ in length
         kernel_device = device or ctx.device
         self.settled = settle_kernels(config, kernel_device, replicas=ctx.dp.size, one_shape=one_shape)
@@ -190,6 +197,7 @@ class Trainer(Generic[B]):
         self.consumed_samples = 0
         self.newest_samples = range(0)
         self.history: BlendSegments = ()
+        self.excluded_samples: Ranges = ()
         self.is_finite = True
         self.wrong_since: int | None = None
         self.observers = Observers()
@@ -198,7 +206,7 @@ class Trainer(Generic[B]):
         """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
         config, trains_few = self.settled, bool(self.config.lora.rank)
         build = (
-            partial(build_tree_reducer, ctx=self.ctx)
+            partial(TreeReducer, ctx=self.ctx)
             if config.exact
             else partial(build_reducer, dp=self.ctx.replicas)
         )
@@ -244,7 +252,7 @@ class Trainer(Generic[B]):
             batches = [batches[i] for i in order]
             for reducer in self.reducers:
                 assert isinstance(reducer, TreeReducer)
-                reducer.expect(leaf)
+                reducer.leaf = leaf
         for reducer in self.reducers:
             reducer.start_step()
         with fuse_embedding_grad(self.fused_grad_embeddings):
@@ -253,7 +261,7 @@ class Trainer(Generic[B]):
             )
         total = torch.zeros_like(scale)
         if outputs:
-            total = tree_of_leaves(outputs, leaf) if leaf else torch.stack(outputs).sum(0)
+            total = tree_sum(outputs, leaf) if leaf else torch.stack(outputs).sum(0)
         return total / self.scaler.scale
 
     def reduce_gradients(self) -> None:
@@ -262,9 +270,9 @@ class Trainer(Generic[B]):
             for gradients in self.gradients:
                 gradients.finish()
             self.balance.reduce()
-            # exact sums over tp are made in each backward pass
-            sequence_parallel = self.model.chunks[0].sequence_parallel and not self.config.exact
-            sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
+            if not self.config.exact:  # whose sums over tp are made in each backward pass
+                sequence_parallel = self.model.chunks[0].sequence_parallel
+                sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
             if self.ctx.tied.size > 1 and is_tied(self.config.model):
                 sum_tied_gradients(self.shards, self.ctx.tied)
 
@@ -327,13 +335,15 @@ class Trainer(Generic[B]):
             rank=ctx.dp.rank,
             size=ctx.dp.size,
             pin_memory=ctx.device.type == "cuda",
+            excluded_samples=self.excluded_samples,
             ramp=train.ramp_batch,
         )
 
     @property
     def next_samples(self) -> range:
-        first, train = self.consumed_samples, self.config.train
-        return range(first, first + batch_at(first, train.global_batch_size, train.ramp_batch)[0])
+        whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
+        first = first_of_step(self.consumed_samples, 0, whole, self.excluded_samples, ramp)
+        return range(first, first + batch_at(first, whole, ramp)[0])
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""
@@ -379,7 +389,6 @@ class Trainer(Generic[B]):
         return sum(self.mean_parts(outcome)[: self.objective.num_losses])
 
     def swap_average(self) -> None:
-        """Exchange the weights and their moving averages, in place."""
         assert self.average is not None, "of ema.decay"
         self.observers.before_weights_change()
         self.average.swap()
@@ -391,7 +400,7 @@ class Trainer(Generic[B]):
         return evaluate(self.model, self.objective, batches)[0]
 
 
-class StopAgreed(Exception):  # noqa: N818, as it is no error
+class StopAgreed(Exception):  # noqa: N818, as it is not an error
     """Raised on all ranks between the batches of a validation: one was asked to stop."""
 
 

@@ -1,7 +1,7 @@
 """Upcycling: a mixture of experts that starts from a dense model (arXiv:2212.05055, arXiv:2410.07524).
 
 Each expert is a copy of the dense MLP, routers have initial weights of their own, all else is the dense
-model's. Where the weights of a token's experts add up to 1, the first logits are those of the dense model.
+model's. Where the weights of a token's experts add up to 1, the first logits equal the dense model's.
 """
 
 import math
@@ -46,10 +46,10 @@ def start_from_dense(
     with torch.no_grad():
         for shard in shards:
             if shard.experts is not None:
-                one = dense[shard.name].parameter
+                weight = dense[shard.name].parameter
                 if ".experts.up" in shard.name:  # gates and the rest, which an MLP has in blocks
-                    one = one.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
-                shard.parameter.copy_(one.expand_as(shard.parameter))
+                    weight = weight.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
+                shard.parameter.copy_(weight.expand_as(shard.parameter))
     return filled
 
 
@@ -62,5 +62,5 @@ def _of_mlp(shard: ParameterShard) -> ParameterShard:
         name, dim, shape = f"{name.removesuffix('_bias')}.bias", 0, [math.prod((*parts, last))]
     else:
         name, dim, shape = f"{name}.weight", 0 if parts[1:] else 1, [math.prod(parts), last]
-    one = nn.Parameter(shard.parameter.new_empty(shape), requires_grad=False)
-    return replace(shard, name=name, parameter=one, tp_dim=dim, dp_slice=None, experts=None)
+    weight = nn.Parameter(shard.parameter.new_empty(shape), requires_grad=False)
+    return replace(shard, name=name, parameter=weight, tp_dim=dim, dp_slice=None, experts=None)

@@ -3,7 +3,6 @@
 import errno
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,16 +30,11 @@ def lone_surrogate(text: str) -> str | None:
     return None if half is None else f"half a surrogate pair (U+{ord(half[0]):X})"
 
 
-def has_controls(text: str) -> bool:
-    """True if a text holds control characters other than newlines and tabs."""
-    return any(unicodedata.category(c) == "Cc" for c in text if c not in "\n\t")
-
-
-def decode_problem(error: UnicodeDecodeError, place: str = "") -> str:
+def decode_problem(error: UnicodeDecodeError, position: str = "") -> str:
     """Describe text that is not UTF-8, and for UTF-16 the command that converts it."""
     if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "not UTF-8 but UTF-16 (convert it: iconv -f UTF-16 -t UTF-8)"
-    return f"not UTF-8 ({error.reason}{place})"
+    return f"not UTF-8 ({error.reason}{position})"
 
 
 def format_value(value: Any) -> str:
@@ -135,7 +129,6 @@ class UserError(ValueError):
         super().__init__(str(line))
 
     def lines(self) -> list[str]:
-        """Lines to print, without control characters."""
         return [printable_line(line) for line in str(self).split("\n")]
 
 
@@ -204,10 +197,10 @@ def writing_to(out: str) -> Iterator[None]:
         yield
     except OSError as error:
         # A write that the disk rejects names no file.
-        place = "" if error.filename is None else f" ({error.filename})"
+        file = "" if error.filename is None else f" ({error.filename})"
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
-            f"out={out}: {write_reason(error)}{place}",
+            f"out={out}: {write_reason(error)}{file}",
             keys=("out",),
             fix="free space, or choose another disk" if is_full else "choose a folder that can be written to",
         ) from error

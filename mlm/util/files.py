@@ -20,7 +20,7 @@ LONGEST_NAME = 255  # bytes
 WHOLE = 1 << 26
 """Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
 SAMPLES, SAMPLE = 64, 1 << 18
-"""Blocks of 256 KiB of larger files: 16 MiB in all."""
+"""Number and size of the blocks read of a larger file: 256 KiB each, 16 MiB in all."""
 READABLE = "Name a file that can be read"
 
 
@@ -65,7 +65,6 @@ def partial_path(path: Path) -> Path:
 
 
 def file_type(mode: int) -> str:
-    """Describe a file by its mode: "a FIFO"."""
     types = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
     return f"a {types.get(stat.S_IFMT(mode), 'device')}"
 

@@ -97,7 +97,6 @@ class Lock:
         self._descriptor = None
 
     def sign(self) -> None:
-        """Write host, process and time into the file, for `holder`."""
         assert self._descriptor is not None
         note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
         with suppress(OSError):  # a full disk holds no note; the lock is held, and pruning frees the disk
@@ -136,7 +135,10 @@ def single_writer(
     is_free = is_trial and not lock.path.exists()
     try:
         if is_free:
-            _check_writable(folder)
+            # the folder, or the one that it would be made in
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
         else:
             folder.mkdir(parents=True, exist_ok=True)
         is_held = is_free or lock.take(wait_s)
@@ -165,13 +167,6 @@ def single_writer(
         yield
     finally:
         lock.release()
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise PermissionError where a folder, or the one that it would be made in, cannot be written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Objects of S3-compatible stores: listing, reading by ranges, uploads, and errors of a store in one line.
 
 botocore finds endpoint, region and credentials as it does for every program (AWS_ENDPOINT_URL, AWS_PROFILE,
-~/.aws): they are no settings of mlm, so none is saved. Of a store's answers only the error code is shown.
+~/.aws): they are not settings of mlm, so none is saved. Of a store's answers only the error code is shown.
 s3fs and botocore retry with back-off; an object that changes while it is read is an error (If-Match).
 """
 
@@ -52,7 +52,7 @@ def split_step(url: str) -> tuple[str, int | None]:
 
 
 def url_problem(key: str, url: str) -> Problem | None:
-    """The problem of a text that is no URL of a bucket, or holds credentials, which are not repeated."""
+    """The problem of a text that is not a URL of a bucket, or holds credentials, which are not repeated."""
     if not is_stored(url):
         return Problem.at(key, url, "no URL of an object store", f"write {key}=s3://BUCKET/NAME")
     bucket = url.removeprefix(S3).partition("/")[0]

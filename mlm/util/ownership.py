@@ -168,7 +168,6 @@ def _is_replaceable(path: Path, content: bytes | None) -> bool:
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """Return the marker of a folder; None if it has no valid one."""
     try:
         marker = json.loads(read_regular(folder / MARKER, 1 << 16))
     except (OSError, ValueError, RecursionError):
@@ -214,7 +213,10 @@ def delete_owned(
             return f"{problems[0].partition(';')[0]}: not deleted"
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
-            if matches_any(entry, patterns) or _is_partial(entry, patterns):
+            # also an incomplete file that a kill left (`partial_path`): .NAME.DIGITS.partial
+            stem, dot, digits = entry.removeprefix(".").removesuffix(".partial").rpartition(".")
+            is_partial = entry.startswith(".") and entry.endswith(".partial") and dot and digits.isdigit()
+            if matches_any(entry, patterns) or (is_partial and matches_any(stem, (*patterns, MARKER))):
                 _delete(folder / entry, KINDS[kind].inside)
         left = sorted(set(os.listdir(folder)) - {MARKER})
         if not keep_folder:
@@ -248,13 +250,6 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
             path.rmdir()
 
 
-def _is_partial(name: str, patterns: Iterable[str]) -> bool:
-    """True for an incomplete file that a kill left (`partial_path`): .NAME.DIGITS.partial."""
-    stem, dot, digits = name.removeprefix(".").removesuffix(".partial").rpartition(".")
-    hidden = name.startswith(".") and name.endswith(".partial")
-    return hidden and bool(dot) and digits.isdigit() and matches_any(stem, (*patterns, MARKER))
-
-
 # ---- places that are never ours
 
 
@@ -262,22 +257,22 @@ def rejected_place(
     what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
 ) -> list[str]:
     """Return the reason never to claim or delete a folder, whatever its content. Raises OSError."""
-    place, cwd, home = real_path(folder), Path.cwd(), real_path(Path.home())
+    path, cwd, home = real_path(folder), Path.cwd(), real_path(Path.home())
     reason = None
-    if place == cwd or (deletes and place in cwd.parents):
-        reason = "is the working directory" if place == cwd else "holds the working directory"
-    elif place == home or place in home.parents:
-        reason = "is your home folder" if place == home else "holds your home folder"
-    elif deletes and os.path.ismount(place):  # as `out`, containers receive a mounted volume
+    if path == cwd or (deletes and path in cwd.parents):
+        reason = "is the working directory" if path == cwd else "holds the working directory"
+    elif path == home or path in home.parents:
+        reason = "is your home folder" if path == home else "holds your home folder"
+    elif deletes and os.path.ismount(path):  # as `out`, containers receive a mounted volume
         reason = "is the root of a file system"
     for given in inputs if reason is None else ():
-        if (read := place_of(given)) is not None and (place == read or place in read.parents):
-            reason = f"is the input {given}" if place == read else f"holds the input {given}"
+        if (source := input_path(given)) is not None and (path == source or path in source.parents):
+            reason = f"is the input {given}" if path == source else f"holds the input {given}"
             break
     return [] if reason is None else [f"{what}: {reason}; name a new folder"]
 
 
-def place_of(given: str | Path | None) -> Path | None:
+def input_path(given: str | Path | None) -> Path | None:
     """Return the file or folder that an input names: of a glob its first folder, of a prefix its .bin.
 
     None if there is nothing: an id of the Hub, a misspelled path.
@@ -300,7 +295,6 @@ def real_path(path: str | Path) -> Path:
 
 
 def file_type_name(path: Path) -> str:
-    """Describe the file at a path: "a FIFO"."""
     try:
         return file_type(path.stat().st_mode)
     except OSError as error:
@@ -325,11 +319,11 @@ def user_name(number: int) -> str:
 
 def read_obstacle(path: str) -> str | None:
     """The obstacle to reading a path for this user, in words; None if they may, or nothing is there."""
-    place = Path(path)
-    for folder in (*reversed(place.absolute().parents), place):
+    target = Path(path)
+    for folder in (*reversed(target.absolute().parents), target):
         try:
             mode = folder.stat().st_mode & 0o777
-            wanted = os.R_OK if folder is place else os.X_OK
+            wanted = os.R_OK if folder is target else os.X_OK
             if not os.access(folder, wanted | (os.X_OK if folder.is_dir() else 0)):
                 return f"permission denied: {folder} belongs to {owner_of(folder)} (mode {mode:03o})"
         except OSError:

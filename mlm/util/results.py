@@ -18,7 +18,15 @@ from typing import Any, BinaryIO, TextIO
 import mlm
 from mlm.util.errors import Problem, UserError, write_reason, writing_to
 from mlm.util.files import dump_json, read_regular, write_atomic
-from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of, real_path
+from mlm.util.ownership import (
+    KINDS,
+    STDOUT,
+    file_type_name,
+    input_path,
+    kind_of_folder,
+    matches_any,
+    real_path,
+)
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
@@ -71,20 +79,27 @@ def write_result(
             binary.write(content) if isinstance(content, bytes) else content(binary)
             binary.flush()
         elif (target := _stream(Path(path))) is not None:
-            _write_directly(target, content)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY
+            descriptor = os.dup(target) if isinstance(target, int) else os.open(target, flags)
+            with open(descriptor, "wb") as f:
+                if isinstance(target, str) and stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+                    raise OSError(errno.EEXIST, "was replaced by a file", target)  # since it was checked
+                f.write(content) if isinstance(content, bytes) else content(f)
         else:
             write_atomic(real_path(path), content)
     except OSError as error:
         raise UserError(f"{key}={path}: {write_reason(error)}: choose a file that can be written") from error
 
 
-def save_result(out: str | None, content: Content | Mapping[str, Any], say: Callable[[str], object]) -> None:
+def save_result(out: str | None, content: Content | Mapping[str, Any], note: Callable[[str], object]) -> None:
     """Write a result where `out` is given, into a folder that may be new, and say so. Raises UserError."""
     if out is not None:
         with writing_to(out):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_result(out, content)
-        say(f"written to {target_name(out)}")
+        note(f"written to {target_name(out)}")
 
 
 def result_problems(
@@ -101,8 +116,13 @@ def result_problems(
     try:
         if file.is_symlink() and not file.exists():
             return [f"{what}: is a broken link; name another file, or delete it"]
-        if reason := _part_of_folder(file):
-            return [f"{what}: {reason}; name another file"]
+        resolved = real_path(file)
+        manifest = resolved.parent / "manifest.json"  # a common name: other programs have manifests too
+        if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
+            return [f"{what}: is in a checkpoint; name another file"]
+        kind = kind_of_folder(resolved.parent)
+        if kind in ("run", "corpus", "corpus-work") and matches_any(resolved.name, KINDS[kind].writes):
+            return [f"{what}: is a file of {KINDS[kind].noun}; name another file"]
         try:
             status = file.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -115,8 +135,8 @@ def result_problems(
         if not stat.S_ISREG(mode):
             return [f"{what}: is {file_type_name(file)}; name another file"]
         for given in inputs:
-            place = place_of(given)
-            if place is not None and place.exists() and os.path.samefile(file, place):
+            source = input_path(given)
+            if source is not None and source.exists() and os.path.samefile(file, source):
                 return [f"{what}: is the input {given}; name another file"]
         if isinstance(content, bytes) and status.st_size == len(content) and file.read_bytes() == content:
             return []
@@ -145,11 +165,11 @@ def is_result(path: Path) -> bool:
     if not isinstance(value, dict):
         return False
     form = str(value.get("format"))
-    # parts of folders that mlm makes are no results, wherever they are copied
+    # parts of folders that mlm makes are not results, wherever they are copied
     if form.startswith(("mlm-checkpoint", "mlm-corpus", "mlm-folder")) and "task" not in value:
         return False
     versions = [value[key] for key in VERSIONS & value.keys()]
-    return form.startswith("mlm-") or any(isinstance(each, dict) and "mlm" in each for each in versions)
+    return form.startswith("mlm-") or any(isinstance(v, dict) and "mlm" in v for v in versions)
 
 
 def _parse_or_none(content: bytes) -> Any:
@@ -157,18 +177,6 @@ def _parse_or_none(content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
-
-
-def _part_of_folder(file: Path) -> str | None:
-    """Return the reason why a file belongs to a folder of mlm and is not a result; None for others."""
-    place = real_path(file)
-    manifest = place.parent / "manifest.json"  # a common name: other programs have manifests too
-    if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
-        return "is in a checkpoint"
-    kind = kind_of_folder(place.parent)
-    if kind in ("run", "corpus", "corpus-work") and matches_any(place.name, KINDS[kind].writes):
-        return f"is a file of {KINDS[kind].noun}"
-    return None
 
 
 def folder_problem(
@@ -237,21 +245,6 @@ def _stream(path: Path) -> int | str | None:
             if os.path.samestat(status, os.fstat(number)):
                 return number
     return str(path) if stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode) else None
-
-
-def _write_directly(stream: int | str, content: Content) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if isinstance(stream, int):
-        descriptor = os.dup(stream)
-    else:
-        descriptor = os.open(stream, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):  # replaced since it was checked
-            os.close(descriptor)
-            raise OSError(errno.EEXIST, "was replaced by a file", stream)
-    with open(descriptor, "wb") as f:
-        f.write(content) if isinstance(content, bytes) else content(f)
 
 
 @contextmanager

@@ -114,8 +114,13 @@ def writable_streams() -> Iterator[LastingStream]:
     # Python has None for a stream that was closed before it started (`>&-`); a low descriptor is reused.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    _take_every_text(sys.stdout)
-    _take_every_text(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        # characters that the encoding lacks are written as `\u2026` instead of raising an error
+        reconfigure = getattr(stream, "reconfigure", None)
+        encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
+        is_lossless = errors == "surrogateescape" and encoding.lower() in ("utf-8", "utf8")
+        if reconfigure and errors in ("strict", "surrogateescape") and not is_lossless:
+            reconfigure(errors="backslashreplace")
     output = LastingStream(sys.stdout, "what follows is not shown", reader_may_leave=True)
     sys.stdout = output
     try:
@@ -129,14 +134,14 @@ WARNED = set[str]()
 """Texts of the warnings of a command so far."""
 
 
-def warn_once(said: Iterable[str] = (), *, is_heard: bool = True) -> None:
+def warn_once(printed: Iterable[str] = (), *, is_heard: bool = True) -> None:
     """Print each warning of a command once: its checks, and the run, come upon the same.
 
-    `said` are texts that another process of it has printed. One that is not heard, as it has the same to say
-    as the first rank of its host, prints none.
+    `printed` are texts that another process of it has printed. One that is not heard, as it has the same to
+    say as the first rank of its host, prints none.
     """
     WARNED.clear()
-    WARNED.update(said)
+    WARNED.update(printed)
     if (handler := logging.lastResort) is not None:
         handler.addFilter(_is_new if is_heard else lambda record: False)
 
@@ -146,16 +151,6 @@ def _is_new(record: logging.LogRecord) -> bool:
     is_new = text not in WARNED
     WARNED.add(text)
     return is_new
-
-
-def _take_every_text(stream: TextIO) -> None:
-    r"""Write characters that the encoding lacks as `\u2026` instead of raising an error."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
-    if reconfigure is None or not (errors == "strict" or errors == "surrogateescape"):
-        return
-    if errors == "strict" or encoding.lower() not in ("utf-8", "utf8"):
-        reconfigure(errors="backslashreplace")
 
 
 def resolve(target: str) -> Any:

@@ -62,7 +62,7 @@ class VerifyResumeConfig(PretrainConfig):
     def training_run(self, out: str, last_step: int) -> PretrainConfig:
         """A run of `mlm pretrain` up to `last_step` in the folder `out`, saved every k steps.
 
-        Its learning rates are those of the whole run, of which this is the beginning.
+        Its learning rates are the whole run's, of which this is the beginning.
         """
         run, steps = comparable(self), self.train.steps
         common = {f.name: getattr(run, f.name) for f in fields(PretrainConfig)}

@@ -166,7 +166,7 @@ def _blames_folder(model: HFModel, action: str) -> Iterator[None]:
     """Turn an error of `transformers` within into a CheckFailedError of one line."""
     try:
         yield
-    except Exception as error:  # its own classes, too: StrictDataclassError is none of Python's
+    except Exception as error:  # its own classes, too: StrictDataclassError is not one of Python's
         reason, version = " ".join(str(error).split()), _transformers().__version__
         raise CheckFailedError(
             f"{model.folder}: transformers {version} does not {action} it ({reason}). Fix it, or set "

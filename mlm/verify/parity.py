@@ -2,7 +2,7 @@
 
 Rank 0 runs the whole model a second time, alone, on the same micro-batches. Each rank records the loss, its
 parts of every gradient and the norm before the update, and of every weight after it; rank 0 compares.
-Dropout masks are functions of their place, so one process can draw exactly those of t tensor-parallel ranks.
+Dropout masks are functions of their place, so one process draws exactly the masks of t tensor-parallel ranks.
 
 The layout is run by the same `Trainer` as training: what is compared is what trains.
 """
@@ -74,7 +74,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """All that was compared; `sizes` are those of the axes, `eps` is the optimizer's."""
+    """All that was compared; `sizes` are the axes', `eps` is the optimizer's."""
 
     sizes: Layout
     eps: float
@@ -139,7 +139,7 @@ def preflight(config: ParityConfig) -> list[str]:
     needed = models * parameter_dtype(config.precision).itemsize * count_parameters(config.model)
     if needed > available:
         problems.append(
-            f"model.num_layers={config.model.num_layers}: the whole model beside its layout takes more than "
+            f"model.num_layers={config.model.num_layers}: the whole model and its layout take more than "
             f"{needed / 1e9:,.1f} GB of the {available / 1e9:,.1f} GB there are; use fewer layers or a "
             "smaller model=…"
         )

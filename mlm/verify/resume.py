@@ -15,7 +15,7 @@ from mlm.checkpoint.native.folders import CHECKPOINTS, latest_name, step_name, s
 from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.launch.child_run import child_run, command_failure, kill
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import read_rank_position
 from mlm.runs.corpora import corpus_problems
 from mlm.runs.tokenizer import tokenizer_of
 from mlm.tracking.history import FILE_NAME, read_records
@@ -65,7 +65,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     """Problems that this host and the named files show; called before anything starts."""
     run = comparable(config)
     problems = [*corpus_problems(run), *claim_problems(config.out, TASK, writes=WRITES)]
-    if attempt(problems, partial(read_rank_place, os.environ)) is not None:
+    if attempt(problems, partial(read_rank_position, os.environ)) is not None:
         return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
     attempt(problems, partial(first_step, config))
     attempt(problems, partial(tokenizer_of, run.data))

@@ -9,6 +9,7 @@ Transformer Engine, or sequence parallelism, which its norms of PyTorch reject.
 
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ COUNTS = (8, 5, 7, 3)
 def prepare(mesh) -> None:
     replace_cuda()
     parallel_state.initialize_model_parallel(mesh["tp"].size(), mesh["pp"].size())
+
+
+def own_samples(mesh, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and weights of this replica's samples, of so many tokens each."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    keep = (torch.arange(LENGTH) < torch.tensor(counts)[:, None]).double()
+    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    tokens, labels, keep = (x.chunk(size)[rank].contiguous() for x in (tokens[:, :-1], tokens[:, 1:], keep))
+    return tokens, labels, keep
 
 
 def gpt(
@@ -81,13 +92,7 @@ def gpt(
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp else None,
     )
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
-    keep = torch.arange(LENGTH) < torch.tensor(COUNTS if unequal else (LENGTH,) * BATCH)[:, None]
-    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
-    tokens, labels, keep = (
-        t.chunk(size)[rank].contiguous() for t in (tokens[:, :-1], tokens[:, 1:], keep.double())
-    )
+    tokens, labels, keep = own_samples(mesh, COUNTS if unequal else (LENGTH,) * BATCH)
     positions = torch.arange(LENGTH).expand_as(tokens)
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
 

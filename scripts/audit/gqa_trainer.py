@@ -180,6 +180,8 @@ class Trainer:
 
     def reduce(self) -> None:
         shared, bug = self.shared, self.bug
+        if bug == "clipped_before_the_sum":
+            self.clip()
         for name, parameter in self.model.named_parameters():
             grad = parameter.grad
             if not (bug == "cp_not_reduced" or (bug == "norms_not_reduced_over_cp" and "norm" in name)):

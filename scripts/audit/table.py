@@ -113,9 +113,9 @@ BUGS = (
         for trainer in ("plain_trainer", "gqa_trainer")
         for name, (axis, cause) in bugs_of(trainer).items()
     ),
-    ("core", "label_smoothing", TP, "loss"),
+    ("core", "label_smoothing", TP, "several operations"),
     ("core", "gathered_logits", TP, "gathered logits in a split loss"),
-    ("core", "mean_of_local_means", DP, "divided by local tokens"),
+    ("core", "mean_of_local_means", DP, "ranks weighed unequally"),
     # its PipelineParallel draws weights of attention and MLPs anew: every tp rank's shards from one seed
     *((("picotron_llama", "build", TP | PP, "shards begin equal"),) if INSTALLED["picotron_llama"] else ()),
 )
@@ -163,4 +163,6 @@ def main(out: str, *files: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -10,7 +10,7 @@ from typing import Any
 from bench.layouts import parse_layout
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
-from bench.spec import Dtype, Spec
+from bench.spec import Spec
 from bench.stats import (
     MEASURES,
     MIN_PAIRS,
@@ -49,7 +49,10 @@ class Plan:
 
 
 def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
-    """Everything about one shape as JSON. Raises UserError when contenders differ or a result is rejected."""
+    """Everything about one shape as JSON: medians, minima, ratios and all steps.
+
+    Raises UserError when contenders differ, or a step is above the peak.
+    """
     say("measuring the peak of matrix products")
     dtypes = dict.fromkeys(spec.of(name).dtype for name in plan.contenders)
     peaks = {dtype: measure_peak_flops(replace(spec, dtype=dtype)) for dtype in dtypes}
@@ -73,7 +76,21 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
     for dtype, before in peaks.items():
         again = measure_peak_flops(replace(spec, dtype=dtype))
         before.update({key: max(before[key], again[key]) for key in before})
-    return summarise(spec, plan, rounds, probe, peaks, field.facts)
+    peak: dict[str, float] = {dtype: max(found.values()) for dtype, found in peaks.items()}
+    facts = field.facts.items()
+    series = [compare(rounds, a, b, plan.pairs) for a, b in plan.opponents(spec)]
+    return {
+        "shape": {**asdict(spec.shape), "flops_per_token": spec.shape.flops_per_token()},
+        "description": f"{spec.shape.describe()}, on {spec.device}, {spec.threads} threads",
+        "threads": spec.threads,
+        "peak_flops": peak,
+        "peaks": peaks,
+        "contenders": {name: fact | speeds(spec, name, fact, rounds, peak) for name, fact in facts},
+        "series": series,
+        "probe": {"repeats": probe.repeats, "times_s": probe.times},
+        "rounds": [{name: asdict(turn) for name, turn in one.items()} for one in rounds],
+        "doubts": doubts(plan.pairs, series, spec),
+    }
 
 
 def measures_of(spec: Spec) -> tuple[Measure, ...]:
@@ -107,7 +124,11 @@ class Field:
         begin = time.perf_counter()
         ranks.time(0, WARM_UP_STEPS)
         warm_up_s = time.perf_counter() - begin
-        memory = total_memory(ranks.memory()) if self.plan.memory else None
+        memory: dict[str, Any] | None = None
+        if self.plan.memory:
+            each = ranks.memory()
+            memory = {key: sum(m[key] for m in each) for key in ("baseline_bytes", "peak_above_bytes")}
+            memory |= {"method": each[0]["method"], "processes": len(each)}
         self.facts[name] = asdict(ranks.facts) | agreement | {"warm_up_s": warm_up_s, "memory": memory}
 
     def __enter__(self) -> "Field":
@@ -116,36 +137,6 @@ class Field:
     def __exit__(self, *_: object) -> None:
         for ranks in self.up.values():
             ranks.close()
-
-
-def total_memory(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    sums = {key: sum(m[key] for m in each) for key in ("baseline_bytes", "peak_above_bytes")}
-    return sums | {"method": each[0]["method"], "processes": len(each)}
-
-
-def summarise(
-    spec: Spec,
-    plan: Plan,
-    rounds: Sequence[Round],
-    probe: Probe,
-    peaks: dict[Dtype, dict[str, float]],
-    facts: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """Medians, minima, ratios and all steps. Raises UserError if a step is above the peak."""
-    peak: dict[str, float] = {dtype: max(found.values()) for dtype, found in peaks.items()}
-    out: dict[str, Any] = {
-        "shape": spec.shape.to_json(),
-        "description": f"{spec.shape.describe()}, on {spec.device}, {spec.threads} threads",
-        "threads": spec.threads,
-        "peak_flops": peak,
-        "peaks": peaks,
-        "contenders": {name: fact | speeds(spec, name, fact, rounds, peak) for name, fact in facts.items()},
-    }
-    out["series"] = [compare(rounds, a, b, plan.pairs) for a, b in plan.opponents(spec)]
-    out["probe"] = {"repeats": probe.repeats, "times_s": probe.times}
-    out["rounds"] = [{name: asdict(turn) for name, turn in one.items()} for one in rounds]
-    out["doubts"] = doubts(plan.pairs, out["series"], spec)
-    return out
 
 
 def speeds(
@@ -192,7 +183,7 @@ def compare(rounds: Sequence[Round], reference: str, other: str, pairs: int) -> 
 
 
 def doubts(pairs: int, all_series: Sequence[dict[str, Any]], spec: Spec) -> list[str]:
-    """Reasons why this run is no result to quote; empty if it is one.
+    """Reasons not to quote this run; empty if there are none.
 
     Wall time is a result, and with one CPU thread processor time is one too.
     """

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from bench.equality import Agreement, Reference, agreement
-from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
+from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, make_batches
 from bench.spec import Spec
 from mlm.convert.huggingface.families import mapping_of
+from mlm.convert.huggingface.mapping import TokenIds
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
+from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
@@ -92,32 +94,19 @@ class MlmTrainee(Trainee):
         self.by_mkl = "mkl" in name
         if self.by_mkl:
             self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
-        self.ctx = ParallelContext(device=device)
-        self.replays = "graphs" in name
-        self.trainer = self.build("compiled" in name or self.replays)
-        self.load_weights()
-        self.batches = self.make_batches()
-
-    def build(self, compiled: bool) -> Trainer:
-        config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
-        return Trainer(
-            replace(config, compile=compiled, cuda_graphs=self.replays or config.cuda_graphs), self.ctx
-        )
-
-    def changed(self, config: PretrainConfig) -> PretrainConfig:
-        """The run to measure, where that is not the benchmark's own."""
-        return config
-
-    def load_weights(self) -> None:
-        whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
-        load_full(self.trainer.model.chunks[0], whole, self.ctx.tp)
-
-    def make_batches(self) -> list[Batch]:
-        """Prepared batches, on the host: moving them is part of the Trainer's step."""
-        batches = self.spec.shape.batches(self.spec.seed)
-        if self.device.type != "cuda":
-            return list(batches)
-        return [Batch(b.tokens.pin_memory(), b.labels.pin_memory(), b.first_sample) for b in batches]
+        config, replays = run_config(spec, spec.shape.batch_size), "graphs" in name
+        config = replace(config, compile=replays or "compiled" in name)
+        config = replace(config, cuda_graphs=True) if replays else config
+        ctx = ParallelContext(device=device)
+        self.trainer = Trainer(config, ctx)
+        whole = in_our_names(spec.shape.state(spec.seed), spec.shape)
+        load_full(self.trainer.model.chunks[0], whole, ctx.tp)
+        self.batches = [  # on the host: moving them is part of the Trainer's step
+            Batch(tokens.pin_memory(), labels.pin_memory(), 0)
+            if device.type == "cuda"
+            else Batch(tokens, labels, 0)
+            for tokens, labels in make_batches(spec.shape, spec.seed)
+        ]
 
     def step(self, index: int) -> None:
         with self._library():
@@ -161,15 +150,12 @@ class TorchTrainee(Trainee):
             self.model.compile()
         self.parameters: list[nn.Parameter] = list(model.parameters())
         self.optimizer = self.stock_optimizer() if spec.stock else adamw(self.parameters)
-        self.batches = self.prepare_batches()
+        batches = make_batches(spec.shape, spec.seed)
+        self.batches = [(tokens.to(device), labels.to(device)) for tokens, labels in batches]
 
     def stock_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the program itself; that of transformers.Trainer is the benchmark's."""
+        """The program's own optimizer; transformers.Trainer's is the benchmark's."""
         return adamw(self.parameters)
-
-    def prepare_batches(self) -> list[tuple[Any, ...]]:
-        batches = make_batches(self.spec.shape, self.spec.seed)
-        return [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches]
 
     @abstractmethod
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -197,10 +183,7 @@ class TorchTrainee(Trainee):
             assert parameter.grad is not None, name
             gradients[name] = parameter.grad.float().cpu()
         self.clear()
-        return loss.item(), self.in_our_names(gradients)
-
-    def in_our_names(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        return in_our_names(self.as_huggingface(gradients), self.spec.shape)
+        return loss.item(), in_our_names(self.as_huggingface(gradients), self.spec.shape)
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return gradients
@@ -210,11 +193,13 @@ class TorchTrainee(Trainee):
 
 
 class TransformersTrainee(TorchTrainee):
-    """`transformers`' GPT2LMHeadModel with sdpa attention."""
+    """The same model by `transformers`: GPT2LMHeadModel, LlamaForCausalLM."""
 
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
         self.name, self.spec = name, spec
-        model = self.build()
+        if spec.shape.model().kind == "gpt2":
+            self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
+        model = transformers_model(spec.shape.model())
         model.loss_type = "ForCausalLM"  # its default; unset, it warns
         load_exactly(model, self.state())
         super().__init__(name, spec, device, model)
@@ -222,29 +207,20 @@ class TransformersTrainee(TorchTrainee):
     def state(self) -> dict[str, Tensor]:
         return self.spec.shape.state(self.spec.seed)
 
-    def build(self) -> Any:
-        transformers, shape = imported("transformers"), self.spec.shape
-        config = transformers.GPT2Config(
-            n_layer=shape.num_layers,
-            n_embd=shape.hidden_size,
-            n_head=shape.num_heads,
-            n_positions=shape.seq_length,
-            vocab_size=shape.vocab_size,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        config._attn_implementation = "sdpa"
-        self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
-        return transformers.GPT2LMHeadModel(config)
-
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         # labels already stand under their inputs: shift_labels says so, and all S positions are scored
         loss: Tensor = self.model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         return loss
+
+
+def transformers_model(model: ModelConfig) -> Any:
+    """The model by `transformers`, with sdpa attention. Raises UserError without the package."""
+    transformers, mapping = imported("transformers"), mapping_of(model)
+    assert mapping is not None
+    known = mapping.write(model, TokenIds(eod=0, bos=0))
+    settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
+    config = transformers.AutoConfig.for_model(**settings, use_cache=False)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
@@ -286,7 +262,7 @@ class NanoGptTrainee(TorchTrainee):
         self.mlps = [block.mlp for block in model.transformer.h]
         for mlp in self.mlps:
             mlp.gelu = nn.GELU(approximate="tanh")
-        state = gpt2_state(shape, spec.seed)
+        state = shape.state(spec.seed)
         load_exactly(model, {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()})
         super().__init__(name, spec, device, model)
 

@@ -80,14 +80,11 @@ class Bench:
 
     def record(self, args: argparse.Namespace, words: Sequence[str], say: Say) -> Result:
         measured = self.measure(args, say)
-        command = [f"scripts/{self.name}.py", *(without_folder(word) for word in words)]
+        # without the folders of this machine
+        names = (Path(word).name if Path(word).is_absolute() else word for word in words)
+        command = [f"scripts/{self.name}.py", *names]
         when = datetime.now(UTC).isoformat(timespec="seconds")
         return {"command": command, "when": when, "machine": machine_facts(self.packages), **measured}
-
-
-def without_folder(word: str) -> str:
-    """A word of the command line without the folders of this machine."""
-    return Path(word).name if Path(word).is_absolute() else word
 
 
 def positive(word: str) -> int:

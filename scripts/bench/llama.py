@@ -1,15 +1,12 @@
 """Llamas and Mixtrals to train: their shapes and random weights, and the contenders of `transformers`."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.contenders import TransformersTrainee, imported
+from bench.contenders import TransformersTrainee
 from bench.shapes import Shape
-from mlm.convert.huggingface.llama import write_config
-from mlm.convert.huggingface.mapping import TokenIds
 from mlm.models.config import ModelConfig
 
 NUM_EXPERTS = 8
@@ -35,51 +32,11 @@ class LlamaShape(Shape):
 
     def model(self) -> ModelConfig:
         """The configuration of `mlm`; no padding rows at any tp."""
-        return ModelConfig(
-            kind="llama",
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            ffn_hidden_size=max(1, round(self.hidden_size / 12)) * 32,
-            max_positions=self.seq_length,
-            vocab_size=self.vocab_size,
-            vocab_multiple=1,
-            activation="silu",
-            hidden_dropout=self.dropout,
-            attention_dropout=self.dropout,
-            options={"num_kv_heads": self.num_kv_heads},
+        width = max(1, round(self.hidden_size / 12)) * 32
+        options = {"num_kv_heads": self.num_kv_heads}
+        return replace(
+            super().model(), kind="llama", ffn_hidden_size=width, activation="silu", options=options
         )
-
-    def state(self, seed: int) -> dict[str, Tensor]:
-        """Random float32 weights in LlamaForCausalLM's names; those of norms are not 1, so they show."""
-        generator, model = torch.Generator().manual_seed(seed), self.model()
-        h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
-        layer = {
-            "input_layernorm": (h,),
-            "self_attn.q_proj": (h, h),
-            "self_attn.k_proj": (kv, h),
-            "self_attn.v_proj": (kv, h),
-            "self_attn.o_proj": (h, h),
-            "post_attention_layernorm": (h,),
-            **self.mlp_sizes(h, model.ffn_size),
-        }
-        sizes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens": (self.vocab_size, h),
-            **{
-                f"model.layers.{n}.{name}": size
-                for n in range(self.num_layers)
-                for name, size in layer.items()
-            },
-            "model.norm": (h,),
-            "lm_head": (self.vocab_size, h),
-        }
-        return {
-            f"{name}.weight": torch.empty(size).normal_(float(len(size) == 1), 0.02, generator=generator)
-            for name, size in sizes.items()
-        }
-
-    def mlp_sizes(self, h: int, f: int) -> dict[str, tuple[int, int]]:
-        return {"mlp.gate_proj": (f, h), "mlp.up_proj": (f, h), "mlp.down_proj": (h, f)}
 
     def describe(self) -> str:
         return f"Llama, {super().describe()}, {self.num_kv_heads} kv heads"
@@ -94,41 +51,12 @@ class MixtralShape(LlamaShape):
         options = {**dense.options, "num_experts": NUM_EXPERTS, "experts_per_token": 2}
         return replace(dense, ffn_hidden_size=dense.ffn_size // 2, options=options)
 
-    def mlp_sizes(self, h: int, f: int) -> dict[str, tuple[int, int]]:
-        """Names and shapes of router and experts, each for itself as on disk."""
-        each = {"w1": (f, h), "w3": (f, h), "w2": (h, f)}
-        experts = {
-            f"{BLOCK}.experts.{n}.{name}": size for n in range(NUM_EXPERTS) for name, size in each.items()
-        }
-        return {f"{BLOCK}.gate": (NUM_EXPERTS, h), **experts}
-
     def describe(self) -> str:
         return f"{super().describe()}, {NUM_EXPERTS} experts of which 2 a token"
 
 
-class TransformersLlama(TransformersTrainee):
-    """`transformers`' LlamaForCausalLM with sdpa attention."""
-
-    def build(self) -> Any:
-        shape = self.spec.shape
-        transformers = imported("transformers")
-        known = write_config(shape.model(), TokenIds(eod=0, bos=0))
-        settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
-        config = transformers.LlamaConfig(**settings, use_cache=False)
-        config._attn_implementation = "sdpa"
-        return transformers.LlamaForCausalLM(config)
-
-
 class TransformersMixtral(TransformersTrainee):
-    """`transformers`' MixtralForCausalLM with sdpa attention, and its own choice of products of experts."""
-
-    def build(self) -> Any:
-        transformers = imported("transformers")
-        known = write_config(self.spec.shape.model(), TokenIds(eod=0, bos=0))
-        settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
-        config = transformers.MixtralConfig(**settings, use_cache=False)
-        config._attn_implementation = "sdpa"
-        return transformers.MixtralForCausalLM(config)
+    """MixtralForCausalLM, which stacks its experts, and its own choice of their products."""
 
     def state(self) -> dict[str, Tensor]:
         found = {k.replace(BLOCK, "mlp"): v for k, v in super().state().items() if ".experts." not in k}

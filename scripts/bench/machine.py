@@ -7,8 +7,8 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from bench.spec import Spec
 from mlm.parallel.matmul import product
-from mlm.util.files import digest_file
+from mlm.plan.hardware import cpu_name
 
 PROBE_S = 0.005
 """Seconds one run of the bracketing product lasts, about."""
@@ -82,14 +82,17 @@ def timed(
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Seconds of `repeats` runs, the device synchronised at both ends."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     begin = clock()
     for _ in range(repeats):
         run()
+    synchronise(device)
+    return clock() - begin
+
+
+def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return clock() - begin
 
 
 @torch.no_grad()
@@ -114,6 +117,10 @@ def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
 
 def machine_facts(packages: Sequence[str]) -> dict[str, object]:
     """Settings that a measurement depends on, for its result file; no path and no host name."""
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -123,7 +130,7 @@ def machine_facts(packages: Sequence[str]) -> dict[str, object]:
         "python": platform.python_version(),
         "commit": commit_of(REPOSITORY),
         "load_average": [round(x, 2) for x in os.getloadavg()],
-        **{name: package_version(name) for name in packages},
+        **versions,
     }
 
 
@@ -139,32 +146,12 @@ PEERS = {"nanogpt": "model.py"}
 """The file of each checkout that holds its model."""
 
 
-def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
-    """Each peer's commit, or the digest of its model where the checkout has no history."""
-    out = {}
-    for name, folder in peers.items():
-        model = Path(folder) / PEERS[name]
-        inside = (Path(folder) / ".git").exists()
-        out[name] = commit_of(Path(folder)) if inside else f"{model.name} {digest_file(model)}"
-    return out
-
-
 def cpu_model() -> str:
     """The processor's name and its vector extensions that matter here."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine()
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.exists() else ""
     flags = set(re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", text))
-    return f"{name[1] if name else platform.machine()} ({' '.join(sorted(flags)) or 'no AVX2'})"
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return f"{cpu_name()} ({' '.join(sorted(flags)) or 'no AVX2'})"
 
 
 def commit_of(folder: Path) -> str:

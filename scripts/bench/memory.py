@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ def measure_peak(trainee: Trainee) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         baseline = torch.cuda.memory_allocated()
     else:
-        return_freed_memory()
-        method = reset_high_water_mark()
+        with suppress(OSError, AttributeError):  # of another C library
+            # else the baseline would hold what building the model left
+            ctypes.CDLL(None).malloc_trim(0)
+        method = "VmHWM, reset after warm-up"
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to the resident set of now
+        except OSError:
+            since = "VmHWM since the start of the process"
+            method = f"{since} (it could not be reset: too high if building needed more)"
         baseline = status_bytes("VmRSS")
     for index in range(MEASURED_STEPS):
         trainee.step(index)
@@ -38,22 +46,3 @@ def measure_peak(trainee: Trainee) -> dict[str, Any]:
     else:
         peak = status_bytes("VmHWM")
     return {"baseline_bytes": baseline, "peak_above_bytes": peak - baseline, "method": method}
-
-
-def return_freed_memory() -> None:
-    """Give freed heap back to the system, or the baseline would hold what building the model left."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # another C library
-        return
-
-
-def reset_high_water_mark() -> str:
-    """Set VmHWM to the resident set of now; how the peak is measured, in words."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return (
-            "VmHWM since the start of the process (it could not be reset: too high if building needed more)"
-        )
-    return "VmHWM, reset after warm-up"

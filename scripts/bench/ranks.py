@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
-from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
+from bench.llama import MixtralShape, TransformersMixtral
+from bench.machine import synchronise
 from bench.megatron import MegatronMixtral
 from bench.memory import measure_peak
 from bench.spec import Spec
@@ -47,7 +48,10 @@ CLOSE_S = 10.0
 
 def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
     """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
-    device = spec.torch_device(rank)
+    device = torch.device("cpu")
+    if spec.device == "cuda":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
     if "=" in name:
         from bench.layouts import LayoutTrainee, parse_layout
 
@@ -61,14 +65,9 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         "nanogpt": NanoGptTrainee,
         "megatron": MegatronMixtral,
     }
-    if isinstance(spec.shape, LlamaShape):
-        is_mixture = isinstance(spec.shape, MixtralShape)
-        kinds["transformers"] = TransformersMixtral if is_mixture else TransformersLlama
+    if isinstance(spec.shape, MixtralShape):
+        kinds["transformers"] = TransformersMixtral
     return kinds[name.split("-")[0]](name, spec, device)
-
-
-def time_steps(trainee: Trainee, first: int, steps: int) -> float:
-    return measure_steps(trainee, first, steps).seconds
 
 
 def measure_steps(trainee: Trainee, first: int, steps: int) -> Timing:
@@ -109,11 +108,6 @@ def busy_s() -> float:
     except OSError:
         return math.nan
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -241,7 +235,19 @@ def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, s
         pipe.send(("ok", Facts(trainee.flops_per_token(), tuple(trainee.notes), built_s)))
         while True:
             verb, *args = pipe.recv()
-            pipe.send(("ok", _obey(trainee, verb, *args)))
+            answer: Any = None
+            if verb == "check":
+                answer = trainee.check(Reference.load(Path(args[0])))
+            elif verb == "reference":
+                trainee.reference().save(Path(args[0]))
+            elif verb == "memory":
+                answer = measure_peak(trainee)
+            else:
+                assert verb == "time", verb
+                if dist.is_initialized():
+                    dist.barrier()  # all ranks start at once
+                answer = measure_steps(trainee, *args)
+            pipe.send(("ok", answer))
     except (EOFError, ConnectionError):  # the first process closed the pipe, or is gone
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -249,16 +255,3 @@ def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, s
         pipe.send(("mistake", str(error)))
     except Exception:
         pipe.send(("failure", traceback.format_exc()))
-
-
-def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
-    if verb == "check":
-        return trainee.check(Reference.load(Path(args[0])))
-    if verb == "reference":
-        return trainee.reference().save(Path(args[0]))
-    if verb == "memory":
-        return measure_peak(trainee)
-    assert verb == "time", verb
-    if dist.is_initialized():
-        dist.barrier()  # all ranks start at once
-    return measure_steps(trainee, *args)

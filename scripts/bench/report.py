@@ -21,13 +21,14 @@ def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
     for name, entry in contenders.items():
         wall, cpu = entry["step_s"], entry["step_cpu_s"]
         seconds = (f"{value:.4f}" for value in (wall["median"], wall["least"], cpu["median"]))
-        rows.append(
-            (name, f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}", *seconds, memory_cell(entry))
-        )
+        memory = f"{entry['memory']['peak_above_bytes'] / 1e6:,.1f}" if entry["memory"] else "not measured"
+        rows.append((name, f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}", *seconds, memory))
     yield table_of(("contender", "tokens/s", "MFU", "step, s", "least", "cpu s", "memory, MB"), rows)
     rows = []
     for series in result["series"]:
-        memory = memory_ratio(result["contenders"], series["reference"], series["other"])
+        ours, theirs = (contenders[series[role]]["memory"] for role in ("reference", "other"))
+        is_known = ours and theirs and theirs["peak_above_bytes"] > 0
+        memory = f"{ours['peak_above_bytes'] / theirs['peak_above_bytes']:.2f}" if is_known else ""
         name = f"{series['reference']} : {series['other']}"
         for measure, suffix in (("wall", ""), ("cpu", "_cpu")):
             cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
@@ -42,11 +43,6 @@ def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
     yield from (f"[yellow]not a result: {doubt}" for doubt in result["doubts"])
 
 
-def memory_cell(entry: dict[str, Any]) -> str:
-    """Peak memory in MB (10^6 bytes)."""
-    return f"{entry['memory']['peak_above_bytes'] / 1e6:,.1f}" if entry["memory"] else "not measured"
-
-
 def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
     if ratio is None:
         return ["none kept", "", "", f"0 of {rounds}"]
@@ -56,10 +52,3 @@ def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
         f"{ratio['least']:.3f} to {ratio['most']:.3f}",
         f"{ratio['kept']} of {rounds}",
     ]
-
-
-def memory_ratio(contenders: dict[str, Any], reference: str, other: str) -> str:
-    ours, theirs = contenders[reference]["memory"], contenders[other]["memory"]
-    if not ours or not theirs or theirs["peak_above_bytes"] <= 0:
-        return ""
-    return f"{ours['peak_above_bytes'] / theirs['peak_above_bytes']:.2f}"

@@ -4,14 +4,14 @@ The vocabulary is the padded one for everybody (50,304 for GPT-2's 50,257), so t
 who pads and masks, who pads and does not, would otherwise differ.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import Batch
+from mlm.convert.huggingface.families import mapping_of
 from mlm.models.config import ModelConfig
-from mlm.models.shape import flops_per_token
+from mlm.models.shape import flops_per_token, parameters_by_name
 from mlm.optim.config import OptimizerConfig
 from mlm.util.errors import UserError
 
@@ -55,11 +55,16 @@ class Shape:
         )
 
     def state(self, seed: int) -> dict[str, Tensor]:
-        """Random float32 weights of `model` in the names and layout of `transformers`."""
-        return gpt2_state(self, seed)
-
-    def batches(self, seed: int) -> list[Batch]:
-        return [Batch(tokens, labels, 0) for tokens, labels in make_batches(self, seed)]
+        """Random float32 weights, named and laid out as in `transformers`; none is zero, so all shows."""
+        generator, model, state = torch.Generator().manual_seed(seed), self.model(), dict[str, Tensor]()
+        mapping, parameters = mapping_of(model), parameters_by_name(model)
+        assert mapping is not None
+        for name, location in mapping.locations(model):
+            mean = float(name.endswith("norm.weight"))
+            value = torch.empty(parameters[name].shape).normal_(mean, 0.02, generator=generator)
+            names = (mapping.stored_name(stored, model) for stored in location.names)
+            state |= zip(names, location.to_theirs(value), strict=True)
+        return state
 
     def flops_per_token(self) -> float:
         return flops_per_token(self.model(), self.seq_length)
@@ -69,9 +74,6 @@ class Shape:
             f"{self.num_layers} layers × {self.hidden_size} × {self.num_heads} heads, S={self.seq_length}, "
             f"V={self.vocab_size:,}, micro-batch {self.batch_size}"
         )
-
-    def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "flops_per_token": self.flops_per_token()}
 
 
 NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
@@ -109,20 +111,15 @@ def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
             pass
         else:
             shape = Shape("custom", layers, hidden, heads, seq, vocab, batch)
-            check_shape(shape)
+            if min(layers, hidden, heads, seq, vocab, batch) < 1:
+                raise UserError(f"--shape {shape.describe()}: every size must be at least 1")
+            if hidden % heads:
+                raise UserError(f"--shape: H={hidden} must be a multiple of N={heads}")
             return (shape,)
     raise UserError(
         f"--shape {' '.join(words)!r} is no shape: use some of {', '.join(named)}, "
         "or custom L,H,N,S,V,B with six whole numbers"
     )
-
-
-def check_shape(shape: Shape) -> None:
-    """Raise UserError where sizes do not divide."""
-    if min(size for size in asdict(shape).values() if type(size) is int) < 1:
-        raise UserError(f"--shape {shape.describe()}: every size must be at least 1")
-    if shape.hidden_size % shape.num_heads:
-        raise UserError(f"--shape: H={shape.hidden_size} must be a multiple of N={shape.num_heads}")
 
 
 def make_batches(shape: Shape, seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -132,30 +129,6 @@ def make_batches(shape: Shape, seed: int) -> list[tuple[Tensor, Tensor]]:
     size = (NUM_BATCHES, shape.batch_size, shape.seq_length + 1)
     samples = torch.randint(highest, size, generator=generator)
     return [(s[:, :-1].contiguous(), s[:, 1:].contiguous()) for s in samples]
-
-
-def gpt2_state(shape: Shape, seed: int) -> dict[str, Tensor]:
-    """Random float32 weights in GPT2LMHeadModel's names and layout; nothing is zero, so all of it shows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size: int, mean: float = 0.0) -> Tensor:
-        return torch.empty(size).normal_(mean, 0.02, generator=generator)
-
-    h, f = shape.hidden_size, shape.model().ffn_size
-    state = {"wte.weight": normal(shape.vocab_size, h), "wpe.weight": normal(shape.seq_length, h)}
-    for n in range(shape.num_layers):
-        for norm in ("ln_1", "ln_2"):
-            state[f"h.{n}.{norm}.weight"], state[f"h.{n}.{norm}.bias"] = normal(h, mean=1.0), normal(h)
-        for name, rows, columns in (
-            ("attn.c_attn", h, 3 * h),
-            ("attn.c_proj", h, h),
-            ("mlp.c_fc", h, f),
-            ("mlp.c_proj", f, h),
-        ):
-            state[f"h.{n}.{name}.weight"] = normal(rows, columns)  # stored [in, out]
-            state[f"h.{n}.{name}.bias"] = normal(columns)
-    state["ln_f.weight"], state["ln_f.bias"] = normal(h, mean=1.0), normal(h)
-    return {f"transformer.{name}": value for name, value in state.items()}
 
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

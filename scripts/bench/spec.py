@@ -41,9 +41,3 @@ class Spec:
         torch.set_num_threads(max(1, self.threads // processes))
         if not self.stock:
             reuse_large_blocks()
-
-    def torch_device(self, rank: int = 0) -> torch.device:
-        if self.device == "cpu":
-            return torch.device("cpu")
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)

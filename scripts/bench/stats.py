@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import correlation, median
 from typing import Literal
 
 from mlm.util.errors import UserError
@@ -149,6 +149,15 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's coefficient; equal values share the mean of their ranks."""
+    ranks = []
+    for values in (one, other):
+        ordered = sorted(values)
+        ranks.append([ordered.index(x) + (ordered.count(x) - 1) / 2 for x in values])
+    return correlation(*ranks)
 
 
 def reject_above_peak(contender: str, flops: float, peak: float) -> None:

@@ -19,16 +19,6 @@ Three runs of 5 ms could all fall into one slow spell, which a long step evens o
 """
 
 
-def take_turns(contenders: Mapping[str, Ranks], probe: Probe, index: int) -> Round:
-    """One step of each on batch number `index`, every step between two probes."""
-    turns, before = {}, probe(PROBE_MOST)
-    for name, ranks in contenders.items():
-        timing = ranks.time(index, 1)
-        after = probe(min(PROBE_MOST, PROBE_SHARE * timing.seconds))
-        turns[name], before = Turn(name, timing, before, after), after
-    return turns
-
-
 def take_rounds(
     contenders: Mapping[str, Ranks],
     opponents: Sequence[tuple[str, str]],
@@ -43,13 +33,19 @@ def take_rounds(
     """Rounds, every second one in reverse, until each pair of opponents has its pairs.
 
     At least `pairs` rounds and `seconds`. At most `limit` rounds, or PATIENCE times `seconds` where that many
-    take less. `measures` are those of which one must have its pairs.
+    take less. Of `measures` one must have its pairs.
     """
     rounds: list[Round] = []
     begin = time.perf_counter()
     backwards = dict(reversed(contenders.items()))
     for index in count(WARM_UP_STEPS):
-        rounds.append(take_turns(contenders if len(rounds) % 2 == 0 else backwards, probe, index))
+        # one step of each on the same batch, every step between two probes
+        turns, before = dict[str, Turn](), probe(PROBE_MOST)
+        for name, ranks in (contenders if len(rounds) % 2 == 0 else backwards).items():
+            timing = ranks.time(index, 1)
+            after = probe(min(PROBE_MOST, PROBE_SHARE * timing.seconds))
+            turns[name], before = Turn(name, timing, before, after), after
+        rounds.append(turns)
         kept = min((kept_pairs(rounds, both, measures) for both in opponents), default=pairs)
         elapsed = time.perf_counter() - begin
         say(f"round {len(rounds)}, {elapsed:.0f} s: {kept} pairs kept")

@@ -1,5 +1,6 @@
 """MkDocs hook: pages from all over the repository, and those generated from the code, become one site."""
 
+import re
 from typing import Any
 
 from links import (
@@ -46,4 +47,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: An
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri in pages():
         return markdown
+    if page.file.src_uri == "api/mlm.md":  # its names are below headings of the second level
+        markdown = re.sub(
+            r"^::: .*", "\\g<0>\n    options: { heading_level: 3 }", markdown, flags=re.MULTILINE
+        )
     return rewrite(markdown, source_of(page.file.src_uri), config.repo_url)

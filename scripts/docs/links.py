@@ -1,6 +1,6 @@
 """Links between pages that live all over the repository.
 
-The guides stay beside their code, with links that work on a code host. On the site each has a page,
+The guides stay next to their code, with links that work on a code host. On the site each has a page,
 and its links are rewritten: to a page where the target has one, to its path in the repository (or below
 `repo_url`, once mkdocs.yml has one) where it has none.
 """
@@ -98,7 +98,7 @@ def pictures(page: str) -> list[str]:
 
 
 def picture_uri(path: str) -> str:
-    """Path of a picture on the site; those of the papers' reports have common names, such as `time.png`."""
+    """Path of a picture on the site; reports of papers share names such as `time.png`."""
     folder = f"{Path(path).parent.name}/" if path.startswith(REPRODUCED) else ""
     return f"assets/{folder}{Path(path).name}"
 

@@ -4,9 +4,8 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import yaml
@@ -47,30 +46,22 @@ def command_page(command: Command) -> str:
         f"## Examples\n\n```sh\n{examples}\n```",
     ]
     if groups:
-        rows = ((f"[`{name}`](../groups/{name}.md)", listed(options)) for name, options in groups.items())
-        blocks.append("## Groups\n\nChosen as `group=option`.\n\n" + table(("group", "options"), rows))
-    blocks += [
-        f"## {f'`{section}`' if section else 'Top-level keys'}\n\n"
-        + table(("key", "default", "meaning"), (key_row(leaf) for leaf in leaves))
-        for section, leaves in by_section(known.values())
-    ]
+        chosen = ((f"[`{name}`](../groups/{name}.md)", listed(options)) for name, options in groups.items())
+        blocks.append("## Groups\n\nChosen as `group=option`.\n\n" + table(("group", "options"), chosen))
+    sections: dict[str, list[Leaf]] = {"": []}  # top-level keys first, else in declared order
+    for leaf in known.values():
+        sections.setdefault(leaf.section, []).append(leaf)
+    for section, leaves in sections.items():
+        rows = []
+        for leaf in leaves:
+            anchor, value = f"key-{leaf.key}", format_value(leaf.default)
+            default = "required" if leaf.default == MISSING_VALUE else f"`{value}`" if value else "empty"
+            key = f"[`{leaf.key}`](#{anchor}){{ #{anchor} }}"
+            rows.append((key, default, f"{text(leaf.doc)} {allowed(leaf)}"))
+        title = f"`{section}`" if section else "Top-level keys"
+        if rows:
+            blocks.append(f"## {title}\n\n" + table(("key", "default", "meaning"), rows))
     return "\n\n".join(blocks) + "\n"
-
-
-def by_section(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
-    ordered = sorted(leaves, key=lambda leaf: leaf.section != "")  # stable: declared order within
-    sections: dict[str, list[Leaf]] = {}
-    for section, group in groupby(ordered, lambda leaf: leaf.section):
-        sections.setdefault(section, []).extend(group)
-    yield from sections.items()
-
-
-def key_row(leaf: Leaf) -> tuple[str, str, str]:
-    """Key with an anchor, default, and meaning with type, bound and other names."""
-    anchor = f"key-{leaf.key}"
-    value = format_value(leaf.default)
-    default = "required" if leaf.default == MISSING_VALUE else f"`{value}`" if value else "empty"
-    return f"[`{leaf.key}`](#{anchor}){{ #{anchor} }}", default, f"{text(leaf.doc)} {allowed(leaf)}"
 
 
 def allowed(leaf: Leaf) -> str:
@@ -127,7 +118,7 @@ def groups_index_page(groups: Iterable[str]) -> str:
     ]
     return (
         "# Config groups\n\nA group is a folder of `configs/`; `group=choice` takes the keys of a file, and "
-        "typed keys win over it. `--config-dir DIR` adds choices of your own.\n\n"
+        "typed keys win over it. `--config-dir DIR` adds your choices.\n\n"
         + table(("group", "choices"), rows)
     )
 
@@ -149,7 +140,7 @@ def families_page() -> str:
         "# Model families\n\nModels of `transformers` that `model.kind=llama` computes, generated from the "
         "table that reads and writes them. Settings are `model.options.NAME`. Yi, TinyLlama, SmolLM 2, "
         "Falcon 3 and other Llamas by another name declare `model_type=llama`.\n\n"
-        + table(("model_type", "class", "settings beside a Llama's", "presets"), rows)
+        + table(("model_type", "class", "settings beyond a Llama's", "presets"), rows)
         + "\n"
     )
 

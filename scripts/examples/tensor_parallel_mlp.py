@@ -6,7 +6,6 @@ Column-parallel, then row-parallel (arXiv:1909.08053, figure 3a): one all-reduce
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -47,10 +46,8 @@ def main() -> None:
     torch.testing.assert_close(mlp.up.weight.grad, shard_of(dense[0].weight.grad, ctx.tp, 0))
     torch.testing.assert_close(mlp.down.weight.grad, shard_of(dense[2].weight.grad, ctx.tp, 1))
     if ctx.is_main:
-        print(f"tp={ctx.tp.size}: output and gradients equal those of the dense MLP")
+        print(f"tp={ctx.tp.size}: output and gradients equal the dense MLP's")
 
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 scripts/examples/toy_pipeline.py
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import mlm
@@ -54,5 +53,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():
-        dist.destroy_process_group()

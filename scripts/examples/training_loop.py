@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import mlm
@@ -56,5 +55,3 @@ def main(path: str, tp: int = 1, cp: int = 1) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], *map(int, sys.argv[2:]))
-    if dist.is_initialized():
-        dist.destroy_process_group()

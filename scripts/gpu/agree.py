@@ -6,34 +6,28 @@ formats choose other experts where two are almost equal: there the products of e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
+import yaml
 from bench.equality import Reference
 from torch import Tensor
 
 from gpu.child import Case
 from gpu.facts import compiler_problem
-from gpu.shapes import Change
-from mlm.data.config import DataConfig
-from mlm.data.sampler import Loader, MicroBatch
-from mlm.models.config import ModelConfig
-from mlm.optim.config import PrecisionConfig, ScheduleConfig
+from gpu.shapes import loader_of
+from mlm.cli.compose.composition import load_config
+from mlm.data.sampler import MicroBatch
 from mlm.optim.precision import DTYPES
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.experts import grouped_linear
 from mlm.parallel.matmul import Runs
 from mlm.parallel.mesh import ParallelContext
-from mlm.runs.config import PretrainConfig, TrainConfig
-from mlm.runs.corpora import train_dataset
+from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 STEPS = 4
-DROPOUT = 0.1
 SAMPLES, MICRO_BATCH = 16, 8
 EXPERTS_BOUND = 2**-7
 """Of a product of bf16 inputs, rounded to bf16 once, as a fraction of the largest."""
@@ -41,78 +35,26 @@ LATER = 10
 """Bound of later losses, in units of the first's: weights have moved by then."""
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 KINDS = {"gpt2": PRECISIONS, "bert": PRECISIONS, "llama": PRECISIONS[:-1], "mixtral": PRECISIONS[:2]}
-"""Precisions of each family; a mixtral is a llama with experts."""
-SWITCHES: dict[str, dict[str, Change]] = {
-    "gpt2": {
-        "fuse_accumulation=true": lambda config: replace(config, fuse_accumulation=True),
-        "compile=true cuda_graphs=true": lambda config: replace(config, compile=True, cuda_graphs=True),
-    },
-    "bert": {"attention=flash": lambda config: replace(config, attention="flash")},
-}
-"""Settings that are off until a GPU has shown them: two micro-batches a step, some samples padded."""
+"""Precisions of each family."""
 NARROW_FLOOR = 1e-2
 """FLOOR of `mlm parity` for tf32 and half precision. Gradients of a BERT's sentence order are sums that
 cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
 
 
-def model_of(kind: str, *, quick: bool) -> ModelConfig:
-    options: dict[str, Any] = {"num_kv_heads": 1 if quick else 2} if kind in ("llama", "mixtral") else {}
-    if kind == "mixtral":
-        options |= {"num_experts": 4, "experts_per_token": 2}
-    if kind == "deepseek":  # latent attention, groups of experts, one that all tokens go through
-        options = {
-            "head_dim": 16,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "rope_head_dim": 8,
-            "v_head_dim": 16,
-        }
-        options |= {"num_experts": 8, "experts_per_token": 3, "expert_ffn_size": 32, "shared_experts": 1}
-        options |= {"router_scores": "sigmoid", "router_groups": 4, "router_top_groups": 2, "balance": "bias"}
-    return ModelConfig(
-        kind="llama" if options else kind,
-        options=options,
-        activation="silu" if options else "gelu_tanh",
-        token_types=2 if kind == "bert" else 0,
-        num_layers=2 if quick else 4,
-        hidden_size=32 if quick else 256,
-        num_heads=2 if quick else 4,
-        max_positions=16 if quick else 128,
-        vocab_size=64 if quick else 1000,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 
-def config_of(kind: str, precision: str, *, quick: bool) -> PretrainConfig:
-    model = model_of(kind, quick=quick)
-    return PretrainConfig(
-        name="agree",
-        out="",
-        model=model,
-        parallel=ParallelConfig(),
-        compile=False,
-        schedule=ScheduleConfig(decay="constant", warmup_steps=0),
-        precision=PrecisionConfig(
-            dtype=precision if precision in DTYPES else "fp32",  # type: ignore[arg-type]
-            initial_loss_scale=2.0**14,
-        ),
-        data=DataConfig(kind="synthetic", seq_length=model.max_positions),
-        train=TrainConfig(global_batch_size=SAMPLES, micro_batch_size=MICRO_BATCH, steps=STEPS),
-    )
+def config_of(kind: str, precision: str, words: str = "", *, quick: bool) -> PretrainConfig:
+    """The run of a family with further settings."""
+    line = f"{SETTINGS['models'][kind]} {SETTINGS['sizes']}".format(**SETTINGS["quick" if quick else "large"])
+    line += f" {SETTINGS['trained']} precision.dtype={precision if precision in DTYPES else 'fp32'}"
+    line += f" {words}" if "compile=" in words else f" compile=false {words}"
+    config: PretrainConfig = load_config("pretrain", line.split())
+    return config
 
 
 def batches_of(config: PretrainConfig, *, pin_memory: bool = False) -> list[list[MicroBatch]]:
-    samples = train_dataset(config, STEPS * SAMPLES)
-    with Loader(
-        samples,
-        consumed_samples=0,
-        global_batch_size=SAMPLES,
-        micro_batch_size=MICRO_BATCH,
-        rank=0,
-        size=1,
-        pin_memory=pin_memory,
-    ) as loader:
+    with loader_of(config, STEPS, pin_memory=pin_memory) as loader:
         return list(loader)
 
 
@@ -123,16 +65,19 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
     for batches in batches_of(config):
         parts = trainer.compute_gradients(batches)
         if first is None:
-            scale = trainer.scaler.scale
-            gradients = {
-                shard.name: (shard.without_padding(grad) / scale).detach().double().cpu()
-                for shard in trainer.shards
-                if (grad := shard.parameter.grad) is not None
-            }
-            first = Reference(float(parts[: trainer.objective.num_losses].sum()), gradients)
+            first = Reference(float(parts[: trainer.objective.num_losses].sum()), gradients_of(trainer))
         losses.append(trainer.mean_loss(trainer.clip_and_update(parts)))
     assert first is not None
     return first, losses
+
+
+def gradients_of(trainer: Trainer[MicroBatch]) -> dict[str, Tensor]:
+    """Gradients by name in float64 on the CPU, without padding and loss scale."""
+    return {
+        shard.name: (shard.without_padding(grad) / trainer.scaler.scale).detach().double().cpu()
+        for shard in trainer.shards
+        if (grad := shard.parameter.grad) is not None
+    }
 
 
 def run(case: Case) -> None:
@@ -142,46 +87,22 @@ def run(case: Case) -> None:
         expected = train(config_of(kind, "fp64", quick=case.quick), "cpu")
         for precision in precisions if case.is_cuda else [p for p in precisions if p in ("fp32", "bf16")]:
             compare(case, kind, precision, *expected)
-        for words, change in SWITCHES.get(kind, {}).items():
+        for words in SETTINGS["switches"].get(kind, ()):
             if "compile" in words and (not case.is_cuda or compiler_problem()):
                 continue  # compiling for a CPU takes minutes
-            compare(case, kind, "bf16", *expected, words=words, change=change)
-    masks(case)
-    muon(case)
-    experts(case)
-
-
-def masks(case: Case) -> None:
-    """Training as it is by default: with dropout, whose masks are the same everywhere, and compiled."""
-    expected = train(with_dropout(config_of("gpt2", "fp64", quick=case.quick)), "cpu")
-    for compiled in (False, True) if case.is_cuda and not compiler_problem() else (False,):
-        compare(
-            case,
-            "gpt2",
-            "bf16",
-            *expected,
-            words=f"model.hidden_dropout={DROPOUT} compile={str(compiled).lower()}",
-            change=lambda config, compiled=compiled: replace(with_dropout(config), compile=compiled),
-        )
-
-
-def muon(case: Case) -> None:
-    """The update of matrices, whose iterations are in bf16 on a GPU unless told otherwise."""
-
-    def by_muon(config: PretrainConfig, dtype: str) -> PretrainConfig:
-        settings = replace(config.optimizer.muon, dtype=dtype)  # type: ignore[arg-type]
-        return replace(config, optimizer=replace(config.optimizer, kind="muon", muon=settings))
-
-    expected = train(by_muon(config_of("gpt2", "fp64", quick=case.quick), "auto"), "cpu")
+            compare(case, kind, "bf16", *expected, words=words)
+    # training as it is by default: with dropout of hidden states, whose masks are the same everywhere, as
+    # those of attention's kernels are not, and compiled
+    dropout = "model.hidden_dropout=0.1"
+    expected = train(config_of("gpt2", "fp64", dropout, quick=case.quick), "cpu")
+    for compiled in ("false", "true") if case.is_cuda and not compiler_problem() else ("false",):
+        compare(case, "gpt2", "bf16", *expected, words=f"{dropout} compile={compiled}")
+    # Muon's update of matrices, whose iterations are in bf16 on a GPU unless told otherwise
+    expected = train(config_of("gpt2", "fp64", "optimizer.kind=muon", quick=case.quick), "cpu")
     for precision, dtype in (("fp32", "fp32"), ("bf16", "auto")):
-        compare(
-            case,
-            "gpt2",
-            precision,
-            *expected,
-            words=f"optimizer=muon optimizer.muon.dtype={dtype}",
-            change=partial(by_muon, dtype=dtype),
-        )
+        words = f"optimizer.kind=muon optimizer.muon.dtype={dtype}"
+        compare(case, "gpt2", precision, *expected, words=words)
+    experts(case)
 
 
 def experts(case: Case) -> None:
@@ -205,11 +126,6 @@ def experts(case: Case) -> None:
             case.problem(f"products of experts, {name}: differs by {by:.1e}, allowed {EXPERTS_BOUND:.0e}")
 
 
-def with_dropout(config: PretrainConfig) -> PretrainConfig:
-    """The same run with dropout of hidden states; attention's kernels draw masks of their own."""
-    return replace(config, model=replace(config.model, hidden_dropout=DROPOUT))
-
-
 def compare(
     case: Case,
     kind: str,
@@ -218,15 +134,11 @@ def compare(
     expected_losses: Sequence[float],
     *,
     words: str = "",
-    change: Change = lambda config: config,
 ) -> None:
-    """One precision: a row, and a problem where it differs by more than its bounds.
-
-    `change` makes other settings, which `words` name.
-    """
+    """One precision, with further settings: a row, and a problem where it differs by more than its bounds."""
     name = " ".join(filter(None, (kind, precision, words)))
     try:
-        found, losses = train(change(config_of(kind, precision, quick=case.quick)), case.device)
+        found, losses = train(config_of(kind, precision, words, quick=case.quick), case.device)
     except (RuntimeError, UserError) as error:
         case.problem(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
         return

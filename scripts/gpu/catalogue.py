@@ -19,6 +19,7 @@ class Step:
 
 STEPS = (
     Step("facts", "Device and matrix products", "gpu.facts:run", 90, 15),
+    Step("graphs", "GPT-2 124M by each form of CUDA graphs, and nanoGPT", "gpu.speed:run_graphs", 180, 75),
     Step("agree", "One training step against the CPU's float64", "gpu.agree:run", 180, 45),
     Step("commands", "Parity, resuming, saving, and torchrun", "gpu.commands:run_one_rank", 180, 60),
     Step("layouts", "Two ranks on one device over gloo", "gpu.commands:run_two_ranks", 180, 55),

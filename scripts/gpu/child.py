@@ -37,7 +37,11 @@ class Case:
     def row(self, table: str, **values: Any) -> None:
         """Add a row to a table, at once: a kill later loses nothing."""
         self._add({"table": table, "row": values})
-        print(f"· {table}: {', '.join(f'{key}={_short(value)}' for key, value in values.items())}")
+        shown = (
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in values.items()
+        )
+        print(f"· {table}: {', '.join(shown)}")
 
     def note(self, text: str) -> None:
         self._add({"note": text})
@@ -57,10 +61,6 @@ class Case:
             return []
         entries = json.loads(self.record.read_text())["steps"].get(step, {}).get("entries", [])
         return [entry["row"] for entry in entries if entry.get("table") == table]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def run(target: str, case: Case) -> int:
@@ -85,15 +85,10 @@ def main(words: list[str]) -> int:
     return run(target, Case(**given, record=record, results=Path(results)))
 
 
-def list_kernels() -> None:
-    """Write the kernels of a fake GPU where they are asked for (fake_gpu.py --kernels)."""
-    if path := os.environ.get("MLM_FAKE_GPU_KERNELS"):
-        ctypes.CDLL("libcuda.so.1").fake_list(f"{path}.{os.getpid()}".encode())
-
-
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    list_kernels()
+    if path := os.environ.get("MLM_FAKE_GPU_KERNELS"):  # fake_gpu.py --kernels
+        ctypes.CDLL("libcuda.so.1").fake_list(f"{path}.{os.getpid()}".encode())
     os._exit(code)  # results are written; threads and queues of a device must not keep the process

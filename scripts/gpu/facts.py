@@ -1,7 +1,6 @@
 """The device and its machine: what they are, and the peaks that speeds are stated against."""
 
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from bench.machine import cpu_model, package_version, timed
+from bench.machine import gpu_facts, machine_facts, timed
 
 from gpu.child import Case
 from mlm.tracking.peak import table_peak
@@ -20,7 +19,7 @@ QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
     "memory.total,memory.used,ecc.mode.current,compute_mode,persistence_mode"
 )
-PACKAGES = ("numpy", "triton", "transformers", "pydantic")
+PACKAGES = ("torch", "numpy", "triton", "transformers", "pydantic")
 PRODUCTS = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),
@@ -41,33 +40,23 @@ def run(case: Case) -> None:
 
 
 def machine(case: Case) -> None:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    facts: dict[str, object] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory GiB": round(memory, 1),
+    facts = machine_facts(PACKAGES) | {
         "/dev/shm GiB": free_gib(Path("/dev/shm")),
         "scratch GiB": free_gib(case.scratch),
         "torch.compile": compiler_problem() or "has what it needs",
-        **{name: package_version(name) or "not installed" for name in PACKAGES},
     }
     if case.is_cuda:
         p = torch.cuda.get_device_properties(0)
-        facts |= {
-            "gpu": p.name,
+        facts |= gpu_facts() | {
             "compute capability": f"{p.major}.{p.minor}",
             "multiprocessors": p.multi_processor_count,
             "GPU memory GiB": round(p.total_memory / 2**30, 1),
-            "CUDA": torch.version.cuda,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "cuDNN": torch.backends.cudnn.version(),
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         }
     for name, value in facts.items():
-        case.row("facts", fact=name, value=str(value))
+        case.row("facts", fact=name, value="not installed" if value is None else str(value))
 
 
 def compiler_problem() -> str:
@@ -132,15 +121,3 @@ def repeated(run: Callable[[], object], device: torch.device, seconds: float) ->
     while perf_counter() < end:
         times.append(timed(run, device))
     return times
-
-
-def measured_peak(case: Case, unit: str = "bf16") -> float | None:
-    """Best FLOP/s that this check measured; None if it did not."""
-    rows = [row for row in case.known("facts", "products") if row["unit"] == unit]
-    return max((row["best TFLOP/s"] * 1e12 for row in rows), default=None)
-
-
-def sheet_peak(case: Case, unit: str = "bf16") -> float | None:
-    """FLOP/s of the data sheet; None for a CPU or an unknown GPU."""
-    sheet = table_peak(torch.cuda.get_device_name(), unit) if case.is_cuda else None
-    return None if sheet is None else sheet.flops

@@ -1,14 +1,13 @@
 """NCCL with the one rank there is: every collective of `mlm`, and a step with state sharded by FSDP2.
 
 A run of one rank communicates nothing. Here its data-parallel axis has a group of one rank, with which
-collectives run all the same. FSDP2 calls none of its own over one rank: those that it has from us are called
-beside it.
+collectives run all the same. FSDP2 calls none over one rank, so the ones that it gets from us are
+called directly.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu.agree import batches_of, config_of, differences_of
+from gpu.agree import batches_of, config_of, differences_of, gradients_of
 from gpu.child import Case
 from gpu.waits import device_of
 from mlm.data.sampler import MicroBatch
 from mlm.parallel import collectives, sharded
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.training.trainer import Trainer
 from mlm.verify.verdict import TOLERANCES
@@ -101,19 +99,13 @@ def is_identity(
 
 def train_sharded(case: Case, axis: Axis, device: torch.device, zero: int, precision: str) -> None:
     """Gradients of one step with FSDP2 on one rank, against those without."""
-    config = replace(config_of("gpt2", precision, quick=case.quick), parallel=ParallelConfig(zero=zero))  # type: ignore[arg-type]
+    config = config_of("gpt2", precision, f"zero={zero}", quick=case.quick)
     gradients = []
     for dp in (Axis("dp"), axis):
         trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(dp=dp, device=device))
         batches = batches_of(config)[0]
         parts = trainer.compute_gradients(batches)
-        gradients.append(
-            {
-                shard.name: shard.without_padding(grad).double().cpu()
-                for shard in trainer.shards
-                if (grad := shard.parameter.grad) is not None
-            }
-        )
+        gradients.append(gradients_of(trainer))
         loss = trainer.mean_loss(trainer.clip_and_update(parts))
     by = max(off / max(largest, 1e-12) for _, largest, off in differences_of(gradients[1], gradients[0]))
     allowed = TOLERANCES[precision].gradient

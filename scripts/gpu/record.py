@@ -62,7 +62,21 @@ class Record:
             entry = self.steps[name]
             lines.append(f"| {name} | {self.state(name)} | {entry.get('seconds') or 0:.0f} |")
         for name in order:
-            lines += ["", f"## {name}: {self.titles[name]}", "", *_body(self.steps[name])]
+            entry, tables = self.steps[name], dict[str, list[dict[str, Any]]]()
+            lines += ["", f"## {name}: {self.titles[name]}", ""]
+            for item in entry.get("entries", []):
+                if "row" in item:
+                    tables.setdefault(item["table"], []).append(item["row"])
+                elif "note" in item:
+                    lines.append(f"- {item['note']}")
+                else:
+                    lines.append(f"- **problem**: {item['problem']}")
+            for table, rows in tables.items():
+                columns = list(dict.fromkeys(key for row in rows for key in row))
+                lines += ["", f"{table}:", "", _line(columns), _line("---" for _ in columns)]
+                lines += [_line(_cell(row.get(column, "")) for column in columns) for row in rows]
+            if entry.get("tail"):
+                lines += ["", "```", *entry["tail"], "```"]
         return "\n".join(lines) + "\n"
 
     def state(self, name: str) -> str:
@@ -86,24 +100,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _body(entry: Mapping[str, Any]) -> list[str]:
-    lines, tables = [], {}
-    for item in entry.get("entries", []):
-        if "row" in item:
-            tables.setdefault(item["table"], []).append(item["row"])
-        elif "note" in item:
-            lines.append(f"- {item['note']}")
-        else:
-            lines.append(f"- **problem**: {item['problem']}")
-    for name, rows in tables.items():
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines += ["", f"{name}:", "", _line(columns), _line("---" for _ in columns)]
-        lines += [_line(_cell(row.get(column, "")) for column in columns) for row in rows]
-    if entry.get("tail"):
-        lines += ["", "```", *entry["tail"], "```"]
-    return lines
 
 
 def _line(cells: Iterable[str]) -> str:

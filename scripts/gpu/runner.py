@@ -83,7 +83,10 @@ def run_step(
         begun = datetime.now(UTC).isoformat(timespec="seconds")
         scratched = {**environment, "GPU_CHECK_SCRATCH": scratch}
         ended = run_limited(command(step, results), scratched, limit_s, say, log)
-        entries = read_entries(results)
+        entries = []
+        for line in results.read_text().splitlines() if results.exists() else []:
+            with suppress(ValueError):  # of a killed step the last line may be torn
+                entries.append(json.loads(line))
     if ended.code is None:
         state = "timed out" if limit_s >= step.limit_s else "cut short"
     else:
@@ -91,15 +94,6 @@ def run_step(
         state = "failed" if ended.code or problems else "ok"
     entry = {"state": state, "seconds": round(ended.seconds, 1), "when": begun, "entries": entries}
     return entry if state == "ok" else {**entry, "tail": list(ended.tail)}
-
-
-def read_entries(results: Path) -> list[dict[str, Any]]:
-    """Entries that a step wrote; of a killed one the last line may be torn."""
-    entries = []
-    for line in results.read_text().splitlines() if results.exists() else []:
-        with suppress(ValueError):
-            entries.append(json.loads(line))
-    return entries
 
 
 def run_limited(
@@ -154,16 +148,16 @@ def _read(process: "subprocess.Popen[str]", sink: Any, tail: deque[str], say: Sa
 def kill_marked(mark: str, wait_s: float = 5.0) -> None:
     """Kill every process whose environment carries the mark, and wait until none is left."""
     end = time.monotonic() + wait_s
-    while (alive := marked(mark)) and time.monotonic() < end:
+    while (alive := processes_with(f"{MARK}={mark}")) and time.monotonic() < end:
         for pid in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that carry the mark; those that have ended, but were not waited for, have no environment."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+def processes_with(variable: str) -> list[int]:
+    """Processes with NAME=value in their environment, which ended ones that nobody waited for do not have."""
+    wanted, found = variable.encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):

@@ -1,7 +1,7 @@
 """Sizes of the models that are measured, and how they get weights without minutes of drawing on the CPU."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,9 @@ import torch
 from bench.shapes import PADDED_VOCAB
 from torch import nn
 
+from mlm.data.sampler import Loader
 from mlm.runs.config import PretrainConfig
+from mlm.runs.corpora import train_dataset
 
 SIZES = {
     "124m": (12, 768, 12),
@@ -20,8 +22,6 @@ SIZES = {
 }
 """L, H, N of model=gpt2_… (configs/model)."""
 TINY = (2, 64, 4)
-Change = Callable[[PretrainConfig], PretrainConfig]
-"""The settings to measure, of those of the benchmark."""
 
 
 def gpt2(
@@ -41,6 +41,20 @@ def gpt2(
         f"model.vocab_size={vocab} model.max_positions={seq} data.seq_length={seq} precision=bf16 "
         f"model.hidden_dropout={dropout} model.attention_dropout={dropout} "
         f"train.global_batch_size={micro_batches * batch_size} train.micro_batch_size={batch_size}"
+    )
+
+
+def loader_of(config: PretrainConfig, steps: int, *, pin_memory: bool = False) -> Loader:
+    """The micro-batches of so many steps on one rank."""
+    train = config.train
+    return Loader(
+        train_dataset(config, steps * train.global_batch_size),
+        consumed_samples=0,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        rank=0,
+        size=1,
+        pin_memory=pin_memory,
     )
 
 

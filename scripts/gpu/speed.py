@@ -2,34 +2,35 @@
 
 What is measured is a line of settings, trained by `mlm` or by a peer: the same model of `transformers`,
 compiled by layer, in a plain loop (autocast, its own loss, fused AdamW). In 8 bits torchao converts the
-peer's linear layers, but the output layer.
+peer's linear layers, but the output layer. nanoGPT, compiled whole, is timed where its checkout is in
+build/nanogpt.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from bench.contenders import OPTIMIZER, adamw, imported
-from bench.ranks import synchronise
+import yaml
+from bench.contenders import OPTIMIZER, adamw, imported, load_source, transformers_model
+from bench.machine import synchronise
 from torch import nn
 
 from gpu.child import Case
-from gpu.facts import compiler_problem, measured_peak, sheet_peak
-from gpu.shapes import freed, gpt2, init_on_device
+from gpu.facts import compiler_problem
+from gpu.shapes import freed, gpt2, init_on_device, loader_of
 from gpu.waits import device_of
 from mlm.cli.compose.composition import load_config
-from mlm.convert.huggingface.families import mapping_of
-from mlm.convert.huggingface.mapping import TokenIds
-from mlm.data.sampler import Loader, MicroBatch
+from mlm.data.sampler import MicroBatch
 from mlm.models.shape import flops_per_token
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
-from mlm.runs.corpora import train_dataset
-from mlm.tracking.peak import memory_bytes
+from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training import trainer
 
 WARM_UP, SAMPLES, STEPS = 3, 3, 4
@@ -40,46 +41,34 @@ MOST = 512
 GAIN = 1.01
 """A larger micro-batch is the better one if it is so many times as fast."""
 Step = Callable[[Sequence[MicroBatch]], object]
-BATCH = "train.global_batch_size={0} train.micro_batch_size={0}"
-STACKS = {
-    "GPT-2 124M, 8 sequences": f"model=gpt2_124m {BATCH.format(8)}",
-    "GPT-2 124M, 32 sequences": f"model=gpt2_124m {BATCH.format(32)}",
-    "Llama 3 8B, 16 layers": f"model=llama3_8b model.num_layers=16 data.seq_length=8192 {BATCH.format(1)}",
-    "Llama 3 8B, 16 layers, fp8": (
-        f"model=llama3_8b model.num_layers=16 data.seq_length=8192 precision=fp8 {BATCH.format(1)}"
-    ),
-    "Qwen3 30B-A3B, 6 layers": (
-        f"model=qwen3_30b_a3b model.num_layers=6 data.seq_length=4096 {BATCH.format(2)}"
-    ),
-    "GPT-2 2.5B": f"model=gpt2_2_5b {BATCH.format(4)}",
-    "GPT-2 2.5B, fp8": f"model=gpt2_2_5b precision=fp8 {BATCH.format(4)}",
-    "GPT-2 1.2B, Muon": f"model=gpt2_1_2b optimizer=muon {BATCH.format(8)}",
-}
-"""Settings as shipped, of presets of which a GPU holds some layers."""
-QUICK = {
-    "tiny": f"model=llama_tiny data.seq_length=64 compile=false {BATCH.format(2)}",
-    "tiny mixture": f"model=moe_tiny data.seq_length=64 compile=false {BATCH.format(2)}",
-}
-SWITCHES = (
-    ("", 1),
-    ("compile=false", 1),
-    ("cuda_graphs=true", 1),
-    ("", 4),
-    ("fuse_accumulation=false", 4),
-    ("recompute=budget recompute_budget=0.5", 1),
-    ("attention=flash", 1),
-    ("attention=cudnn", 1),
-    ("precision=fp8", 1),
-    ("precision.cast=use", 1),
-    ("deterministic=true", 1),
+NANOGPT = Path(__file__).resolve().parents[2] / "build/nanogpt/model.py"
+BATCH = r"train.global_batch_size=\1 train.micro_batch_size=\1"
+SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+STACKS, QUICK = (
+    {name: re.sub(r"\bbatch=(\d+)", BATCH, words) for name, words in SETTINGS[kind].items()}
+    for kind in ("stacks", "quick")
 )
-"""Settings and micro-batches of the 1.2B step, the most valuable first: its time may end before the last."""
 
 
 def run_stacks(case: Case) -> None:
     """A row each; one that fails is a problem and does not end the others."""
     for name, words in (QUICK if case.quick else STACKS).items():
         measure(case, "as shipped", words, {"model": name, "program": "mlm"})
+
+
+def run_graphs(case: Case) -> None:
+    """GPT-2 124M at 8 and 32 sequences by each form of graphs, and by nanoGPT."""
+    for size in (2,) if case.quick else (8, 32):
+        words = gpt2("124m", quick=case.quick, batch_size=size)
+        for settings in SETTINGS["graphs"][: 1 if case.quick else None]:
+            labels = {"sequences": size, "program": "mlm", "settings": settings}
+            compiled = str(not case.quick).lower()
+            measure(case, "graphs", f"{words} precision=bf16 compile={compiled} {settings}", labels)
+        if NANOGPT.exists():
+            labels = {"sequences": size, "program": "nanogpt", "settings": "compiled whole"}
+            measure(case, "graphs", f"{words} precision=bf16", labels)
+        else:
+            case.note(f"nanoGPT is not compared: no {NANOGPT}")
 
 
 def run_peers(case: Case) -> None:
@@ -92,7 +81,7 @@ def run_peers(case: Case) -> None:
 def run_switches(case: Case) -> None:
     """Worth of each choice of kernels: the 1.2B step as shipped, and with one setting changed at a time."""
     can_compile = case.is_cuda and not compiler_problem()
-    for words, count in SWITCHES[1:2] if case.quick else SWITCHES:
+    for words, count in SETTINGS["switches"][1:2] if case.quick else SETTINGS["switches"]:
         if case.is_cuda and not can_compile and words != "compile=false":
             continue
         shape = gpt2("1.2b", quick=case.quick, batch_size=2 if case.quick else 8, micro_batches=count)
@@ -162,19 +151,19 @@ def measure(case: Case, table: str, words: str, labels: dict[str, Any]) -> float
     try:
         with freed(case.device):
             config, device = load_config("pretrain", line), device_of(case)
-            step = (
-                peer_step(config, device)
-                if labels.get("program") == "transformers"
-                else own_step(config, device)
+            build = {"transformers": peer_step, "nanogpt": nanogpt_step}.get(
+                labels.get("program", ""), own_step
             )
-            return timed_row(case, table, config, step, labels)
+            return timed_row(case, table, config, build(config, device), labels)
     except Exception as error:
-        if is_out_of_memory(error):
+        text = str(error)
+        # of PyTorch, of libraries and of the compiler
+        is_out_of_memory = "out of memory" in text or "ALLOC_FAILED" in text
+        if is_out_of_memory or isinstance(error, torch.OutOfMemoryError):
             case.row(table, **labels, result="out of memory")
         else:
-            case.problem(
-                f"{' '.join(map(str, labels.values()))}: {type(error).__name__}: {first_line(error)}"
-            )
+            line = next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+            case.problem(f"{' '.join(map(str, labels.values()))}: {type(error).__name__}: {line}")
         return None
 
 
@@ -190,20 +179,36 @@ def own_step(config: PretrainConfig, device: torch.device) -> Step:
 
 def peer_step(config: PretrainConfig, device: torch.device) -> Step:
     """A step of the model by `transformers`. Raises UserError without it or torchao."""
-    transformers, mapping = imported("transformers"), mapping_of(config.model)
-    assert mapping is not None
-    known = mapping.write(config.model, TokenIds(eod=0, bos=0))
-    settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**settings, use_cache=False), attn_implementation="sdpa"
-        )
+        model = transformers_model(config.model)
     if config.precision.dtype == "fp8":
         convert = imported("torchao.float8").convert_to_float8_training
         convert(model, module_filter_fn=lambda module, name: "lm_head" not in name)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     for layer in layers if config.compile is not False else ():
         layer.compile()
+    return plain_step(model, config, device, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
+
+
+def nanogpt_step(config: PretrainConfig, device: torch.device) -> Step:
+    """A step of the model by nanoGPT, compiled whole as its own script does."""
+    source, shape = load_source(NANOGPT, "nanogpt_model"), config.model
+    sizes = {"block_size": shape.max_positions, "vocab_size": shape.vocab_size, "n_layer": shape.num_layers}
+    sizes |= {"n_head": shape.num_heads, "n_embd": shape.hidden_size}
+    with device:
+        model = source.GPT(source.GPTConfig(**sizes, dropout=shape.hidden_dropout, bias=True))
+    if device.type == "cuda":
+        model.compile()
+    return plain_step(model, config, device, lambda tokens: model(tokens, tokens)[1])
+
+
+def plain_step(
+    model: nn.Module,
+    config: PretrainConfig,
+    device: torch.device,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+) -> Step:
+    """A step of a module in a plain loop: autocast, its own loss, fused AdamW."""
     parameters = list(model.train().parameters())
     optimizer, is_half = adamw(parameters), config.precision.dtype != "fp32"
 
@@ -212,7 +217,7 @@ def peer_step(config: PretrainConfig, device: torch.device) -> Step:
         for batch in batches:
             tokens = batch.tokens.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=is_half):
-                loss = model(input_ids=tokens, labels=tokens).loss / len(batches)
+                loss = loss_of(tokens) / len(batches)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad_norm)
         optimizer.step()
@@ -224,15 +229,7 @@ def timed_row(case: Case, table: str, config: PretrainConfig, step: Step, labels
     """Time the steps, and report their median in a row; return tokens/s."""
     device, batch = device_of(case), config.train.global_batch_size
     seconds, host = list[float](), list[float]()
-    with Loader(
-        train_dataset(config, (WARM_UP + SAMPLES * STEPS) * batch),
-        consumed_samples=0,
-        global_batch_size=batch,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=0,
-        size=1,
-        pin_memory=case.is_cuda,
-    ) as loader:
+    with loader_of(config, WARM_UP + SAMPLES * STEPS, pin_memory=case.is_cuda) as loader:
         begin = time.perf_counter()
         for batches in islice(loader, WARM_UP):
             step(batches)
@@ -250,7 +247,10 @@ def timed_row(case: Case, table: str, config: PretrainConfig, step: Step, labels
             seconds.append((time.perf_counter() - begin) / STEPS)
     tokens = batch * config.data.seq_length
     flops = tokens * flops_per_token(config.model, config.data.seq_length) / median(seconds)
-    peaks = {"MFU, measured peak": measured_peak(case), "MFU, data sheet": sheet_peak(case)}
+    products = [row for row in case.known("facts", "products") if row["unit"] == "bf16"]
+    measured = max((row["best TFLOP/s"] * 1e12 for row in products), default=None)
+    sheet = table_peak(torch.cuda.get_device_name(), "bf16") if case.is_cuda else None
+    peaks = {"MFU, measured peak": measured, "MFU, data sheet": sheet and sheet.flops}
     case.row(
         table,
         **labels,
@@ -267,16 +267,6 @@ def timed_row(case: Case, table: str, config: PretrainConfig, step: Step, labels
         },
     )
     return tokens / median(seconds)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """True for PyTorch's error and for those of libraries and of the compiler that mean the same."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
 
 
 run_124m = partial(run_model, name="124m")

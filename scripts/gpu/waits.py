@@ -33,12 +33,17 @@ def run(case: Case) -> None:
 def steady(case: Case, kind: str, precision: str) -> None:
     """One step of the training loop after some, with every wait for the device noted.
 
-    The watcher waits for an event behind which the update is queued, which is no wait of the device's.
+    The watcher waits for an event behind which the update is queued, which does not wait for the device.
     """
     config = config_of(kind, precision, quick=case.quick)
     device = torch.device(case.device, 0 if case.is_cuda else None)
     trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=device))
-    steps, incidents = batches_of(config, pin_memory=case.is_cuda), watcher_of(case, trainer)
+    # the observer of `mlm pretrain` that judges each step; nobody reads what it reports
+    quiet: Callable[..., None] = lambda *_: None  # noqa: E731
+    reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet, rewound=quiet)
+    incidents = Incidents(trainer, case.scratch / "watched", reporter, SimpleNamespace())  # type: ignore[arg-type]
+    trainer.observers = Observers([incidents])
+    steps = batches_of(config, pin_memory=case.is_cuda)
     for batches in steps[:WARM_UP]:
         step(trainer, incidents, batches)
     with noted_waits(case.is_cuda) as places:
@@ -46,16 +51,6 @@ def steady(case: Case, kind: str, precision: str) -> None:
     for place, count in places.most_common():
         case.row("waits for the device", model=kind, precision=precision, place=place, times=count)
     case.row("waits in a steady step", model=kind, precision=precision, waits=sum(places.values()))
-
-
-def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
-    """The observer of `mlm pretrain` that judges each step; nobody reads what it reports."""
-    quiet: Callable[..., None] = lambda *_: None  # noqa: E731
-    reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet)
-    watched = case.scratch / "watched"
-    incidents = Incidents(trainer, watched, reporter, SimpleNamespace())  # type: ignore[arg-type]
-    trainer.observers = Observers([incidents])
-    return incidents
 
 
 def step(trainer: Trainer[MicroBatch], incidents: Incidents, batches: Sequence[MicroBatch]) -> None:

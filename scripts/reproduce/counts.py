@@ -21,7 +21,7 @@ SCORED = {"hidden_size": 96, "num_heads": 16, "vocab_size": 1024}
 
 
 def kept_per_layer(parallel: Mapping[str, Any], *, has_scores: bool) -> float:
-    """Bytes over s b h that a layer keeps: of three layers, less those of two."""
+    """Bytes over s b h that a layer keeps: of three layers, less two layers'."""
     model, seq, batch = (SCORED, 128, 1) if has_scores else (MODEL, 2048, 4)
     kept = []
     for layers in (3, 2):
@@ -41,7 +41,7 @@ def kept_per_layer(parallel: Mapping[str, Any], *, has_scores: bool) -> float:
 
 
 def count_kept(experiment: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each technique of table 2, its formula beside the count."""
+    """A row for each technique of table 2, with formula and count."""
     for name, run in experiment["runs"].items():
         formula = float(eval(run["formula"], {}, experiment["counted"]))
         counted = kept_per_layer(run["parallel"], has_scores=run.get("scores", False))

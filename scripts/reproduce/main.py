@@ -49,7 +49,7 @@ class Step:
 
 
 def stages_of(name: str, args: argparse.Namespace) -> list[list[Step]]:
-    """Stages of an experiment: the steps of one run beside each other, the stages one after the other."""
+    """Stages of an experiment: the steps of a stage side by side, one stage after the other."""
     experiment = EXPERIMENTS[name]
     options = {"threads": args.cores, "peer": args.peer and args.peer.absolute()}
     if args.peer is None and "{peer}" in str(experiment["runs"]):
@@ -80,7 +80,7 @@ def run_name(experiment: str, run: str, seed: int) -> str:
 
 
 class Runner:
-    """Runs what is left of stages; what is done is remembered in steps/NAME.json, beside its log."""
+    """Runs what is left of stages; what is done is remembered in steps/NAME.json, with its log."""
 
     def __init__(self, folder: Path, cores: int) -> None:
         self.folder, self.cores = folder, cores

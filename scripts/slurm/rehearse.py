@@ -6,8 +6,8 @@
 
 Needs root and Debian's packages slurmctld, slurmd, slurm-client, munge and iproute2. The nodes are network
 namespaces, with addresses and host names of their own.
-Jobs train a model of a few thousand parameters in float64, and their losses are compared with those of one
-process that nothing disturbed. All is taken down at the end, also after Ctrl-C.
+Jobs train a model of a few thousand parameters in float64, and their losses are compared with an
+undisturbed process. All is taken down at the end, also after Ctrl-C.
 
 Exit code: 0 if every case passed, 1 if one did not, 2 if the cluster could not be had, 130 Ctrl-C.
 """

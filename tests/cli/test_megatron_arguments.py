@@ -340,14 +340,13 @@ def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
         (["/nowhere/x.sh"], "--from-megatron /nowhere/x.sh: No such file or directory"),
         (["/dev/zero"], "/dev/zero: not a regular file"),
         ([], "--from-megatron: no flags"),
+        (["unended.sh"], "line 1 of the script has a quote without an end"),
     ],
 )
-def test_mistake_is_one_line(words: list[str], problem: str) -> None:
+def test_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unended.sh").write_text("pretrain_gpt.py --lr 'x")
     with pytest.raises(UserError, match=problem):
         translate_words(words)
-
-
-def test_quote_that_does_not_end_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "x.sh").write_text("pretrain_gpt.py --lr 'x")
-    with pytest.raises(UserError, match="line 1 of the script has a quote without an end"):
-        translate_words([str(tmp_path / "x.sh")])

@@ -103,9 +103,10 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
             ("train=9", "'train' is a section: set its keys, such as train.steps=…"),
             (
                 "'optimizer={lr: 0.1, foo: 2}'",
-                "unknown key 'optimizer.foo'; did you mean 'optimizer.options'?",
+                "unknown key 'optimizer.foo'; --help lists the keys",
             ),
             ("tp", "cannot read 'tp': expected key=value; did you mean tp=…?"),
+            ("=2", "cannot read '=2': no key before =; write key=value without spaces"),
             ("~precision", "cannot read '~precision': expected key=value; did you mean precision=…?"),
             *(
                 (words, f"{problem}; {OWN_CONFIG}")
@@ -135,6 +136,10 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
                 "'optimizer.betas=(0.9,0.95)'",
                 "cannot read 'optimizer.betas=(0.9,0.95)': optimizer.betas must be a list of 2 numbers, such "
                 "as 'optimizer.betas=[0.9,0.999]'",
+            ),
+            (
+                "train.sample_prompts=once",
+                "train.sample_prompts=once must be a list of texts; use 'train.sample_prompts=[once]'",
             ),
             ("pipeline=1f2b", "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),
             ("model.num_heads=10000000019", "model.num_heads=10000000019 must be at most 1048576"),

@@ -37,7 +37,8 @@ def test_run_of_another_user_is_one_line(
         words = shlex.split(line.format(f"{run}{inside}"))
         assert main([*words, "--cfg", "job"]) in (0, 2)  # imports what the command needs
         capfd.readouterr()
-        code = as_nobody(lambda: main(words))
+        with as_nobody():
+            code = main(words)
         said = capfd.readouterr().err
     assert code == 2, said
     assert "Traceback" not in said

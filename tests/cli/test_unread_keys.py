@@ -8,7 +8,7 @@ import yaml
 
 from mlm.cli.compose.composition import load_config
 from mlm.cli.compose.groups import task_names
-from mlm.cli.compose.unread import unread_problems
+from mlm.cli.run import unread_problems
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import flatten, leaves
 from mlm.finetune.config import FinetuneConfig, PreferenceLoss, TaskConfig
@@ -39,6 +39,7 @@ WITHOUT_OTHERS = {
     "zero_reduce",  # zero
     *(key for key in leaves(FinetuneConfig) if key.startswith("optimizer.muon.")),  # optimizer.kind
     *(f"precision.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "cast")),
+    "incident.rewinds",  # incident.action
 }
 """Keys of `mlm finetune` that its defaults of another key leave unread."""
 

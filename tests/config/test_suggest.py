@@ -16,11 +16,18 @@ KEYS = ["model.hidden_size", "model.num_heads", "optimizer.lr", "data.path", "da
         ("lr", "optimizer.lr"),
         ("TRAIN.STEPS", "train.steps"),
         ("schedule.lr", "optimizer.lr"),
+        ("train.stesp", "train.steps"),
+        ("optimizer.zzzz", None),
         ("zzz", None),
     ],
 )
 def test_nearest_finds_what_was_meant(typed: str, meant: str | None) -> None:
     assert nearest(typed, KEYS) == meant
+
+
+def test_of_equally_near_ones_the_first_is_meant() -> None:
+    assert nearest("torch", ["native", "hf", "torch_dist", "torchtitan"]) == "torch_dist"
+    assert nearest("tensor_x", ["tensor_a", "tensor_b", "tensor_c", "tensor_d"]) == "tensor_a"
 
 
 def test_longer_name_of_a_preset_is_nearer_than_a_similar_one() -> None:

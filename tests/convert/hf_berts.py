@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from mlm.corpus.train_tokenizer import train_wordpiece
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.models.config import ModelConfig
+from tests.models.reference import randomized
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -50,10 +51,7 @@ def make_bert(folder: Path, family: str, name: str, **settings: Any) -> PreTrain
     config = getattr(transformers, f"{prefix}Config")(**(SHAPE | settings))
     extra = {"add_pooling_layer": False} if name == "ModelWithoutPooler" else {}
     name = name.removesuffix("WithoutPooler")
-    model: PreTrainedModel = getattr(transformers, f"{prefix}{name}")(config, **extra).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
+    model: PreTrainedModel = randomized(getattr(transformers, f"{prefix}{name}")(config, **extra).eval())
     model.save_pretrained(folder)
     return model
 

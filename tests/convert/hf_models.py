@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config
 
+import mlm
 from mlm.cli.convert.run import preflight_export_hf, preflight_import_hf, run_export_hf, run_import_hf
 from mlm.cli.convert.settings import ExportHFConfig, ImportHFConfig
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.models.config import ModelConfig
+from tests.models.reference import randomized
 
 SHAPE: dict[str, Any] = {
     "n_layer": 3,
@@ -42,7 +45,21 @@ MODEL = ModelConfig(
     layer_norm_eps=1e-4,
 )
 """The config.json fields of SHAPE as model settings of ours."""
+TOKENS = torch.arange(20)[None]
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler — naïve café 日本 🙂\n\n  end"
+
+
+@torch.no_grad()
+def their_logits(folder: Path, adapter: Path | None = None) -> Tensor:
+    """Logits of TOKENS by `transformers`, with an adapter by `peft`."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    logits: Tensor = model(TOKENS).logits
+    return logits
+
+
+def our_logits(ckpt: Path) -> Tensor:
+    return mlm.load(ckpt, device="cpu").logits(TOKENS)
 
 
 def make_model(
@@ -51,10 +68,7 @@ def make_model(
     """Save a GPT-2 of random weights, biases and norms too; `shard`: bytes of the largest file; `kind`: its
     class."""
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(GPT2Config(**(SHAPE | settings))).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
+    model = randomized(getattr(transformers, kind)(GPT2Config(**(SHAPE | settings))).eval())
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
     return model
 

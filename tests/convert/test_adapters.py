@@ -1,15 +1,16 @@
-"""Adapters as `peft` loads them, and merged into their base."""
+"""Adapters as `peft` loads them, merged into their base, and imported from its folders."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
-from peft import PeftModel
-from torch import Tensor
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -17,7 +18,6 @@ from transformers import (
 )
 
 from mlm.api import export_hf
-from mlm.cli import main
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
@@ -27,10 +27,11 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
+from tests.convert.hf_models import import_model
+from tests.convert.hf_models import our_logits as ours
+from tests.convert.hf_models import their_logits as theirs
 from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import BERT, ROBERTA, finetune, finetuning, write_data, write_model
-
-TOKENS = torch.arange(20)[None]
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training.run(replace(config, out=str(made / name)), ParallelContext())
         export_hf(made / name, made / f"{name}-peft")
     return made
-
-
-def ours(ckpt: Path) -> Tensor:
-    model = load_trained(open_source(str(ckpt)), ParallelConfig(), PrecisionConfig(), ParallelContext()).model
-    logits: Tensor = model.chunks[0].logits(TOKENS)  # type: ignore[operator]
-    return logits
-
-
-@torch.no_grad()
-def theirs(folder: Path, adapter: Path | None = None) -> Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
-    logits: Tensor = model(TOKENS).logits
-    return logits
 
 
 @pytest.mark.parametrize("name", ["out", "qv"])
@@ -87,14 +74,118 @@ def test_adapters_of_a_part_of_a_fused_weight_are_merged_alone(tmp_path: Path) -
     torch.testing.assert_close(theirs(tmp_path / "merged"), ours(tmp_path / "run"))
 
 
-def test_the_base_of_adapters_is_named_as_it_is_on_the_hub(folder: Path, tmp_path: Path) -> None:
-    words = ["export", "hf", f"ckpt={folder / 'out'}", f"out={tmp_path / 'out'}", "base=me/base"]
-    assert main(words) == 0
-    assert (
-        json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
-    )
-    card = ModelCard.load(tmp_path / "out/README.md")
-    assert (card.data.library_name, card.data.base_model) == ("peft", "me/base")
+def write_adapter(base: Path, out: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    """Save adapters of random A and B by peft."""
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | settings
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = PeftConfig(init_lora_weights=False, **settings)
+    get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype).save_pretrained(out)
+
+
+EVERY = ["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"]
+WRITTEN: dict[str, dict[str, Any]] = {
+    "in bfloat16": {"dtype": torch.bfloat16},
+    "of every layer": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "by the square root": {"use_rslora": True},
+    "with magnitudes": {"use_dora": True, "target_modules": EVERY},
+    "of one layer": {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": EVERY},
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_adapters_that_peft_wrote_are_imported(folder: Path, tmp_path: Path, case: str) -> None:
+    """The run computes what peft does, and its export too."""
+    write_adapter(folder / "llama", tmp_path / "peft", **WRITTEN[case])
+    want = theirs(folder / "llama", tmp_path / "peft")
+    assert not torch.allclose(want, theirs(folder / "llama"), atol=1e-3)
+    torch.testing.assert_close(ours(import_model(tmp_path / "peft", tmp_path / "run")), want)
+    export_hf(tmp_path / "run", tmp_path / "again")
+    torch.testing.assert_close(theirs(folder / "llama", tmp_path / "again"), want)
+
+
+def test_adapter_of_a_fused_weight_is_imported(tmp_path: Path) -> None:
+    """Phi-3's qkv_proj is two layers here, which share A."""
+    write_llama(tmp_path / "llama", kind="Phi3")
+    write_adapter(tmp_path / "llama", tmp_path / "peft", target_modules=["qkv_proj"], use_dora=True)
+    want = theirs(tmp_path / "llama", tmp_path / "peft")
+    torch.testing.assert_close(ours(import_model(tmp_path / "peft", tmp_path / "run")), want)
+
+
+def test_imported_adapters_are_trained_further(folder: Path, tmp_path: Path) -> None:
+    write_adapter(folder / "llama", tmp_path / "peft", target_modules="all-linear")
+    copied = shutil.copytree(folder / "llama", tmp_path / "base")
+    out = import_model(tmp_path / "peft", tmp_path / "run", base=str(copied))
+    config = replace(chatting(folder), ckpt=str(out), out=str(tmp_path / "more"))
+    training.run(replace(config, lora=LoraConfig(rank=4, alpha=8.0)), ParallelContext())
+    assert not torch.allclose(ours(tmp_path / "more"), ours(out), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported; merge it"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights=loftq is not supported; merge it"),
+        ({"peft_type": "IA3"}, "peft_type=IA3 is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\] is not supported'),
+        ({"rank_pattern": {"q_proj": 3}}, r'rank_pattern={"q_proj": 3} is not supported'),
+        ({"scale_of_2027": 2}, "scale_of_2027=2 is not supported"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=Infinity, .*not above 0"),
+        ({"lora_alpha": "8"}, "lora_alpha=8, .*not above 0"),
+        ({"lora_dropout": 1}, ".*lora_dropout=1: not above 0, or not from 0 to 1"),
+        ({"r": 3}, r"r=3, ranks in adapter_model.safetensors are \[4\]"),
+    ],
+)
+def test_adapters_that_ours_do_not_compute_are_rejected(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    copy = shutil.copytree(folder / "out-peft", tmp_path / "peft")
+    path = copy / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=f"adapter_config.json: {problem}") as raised:
+        import_model(copy, tmp_path / "run")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, module: str) -> None:
+    write_adapter(folder / "llama", tmp_path / "peft", target_modules=["q_proj", module])
+    with pytest.raises(UserError, match=rf"{module}\S* is no"):
+        import_model(tmp_path / "peft", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("missing", r"q_proj.lora_B.weight is missing"),
+        ("not finite", "has other than finite numbers"),
+        ("integers", "has other than finite numbers"),
+        ("short", "tensors end at byte"),
+        ("other base", "is .*makes it .*name its base"),
+    ],
+)
+def test_damaged_adapters_are_rejected(folder: Path, tmp_path: Path, damage: str, problem: str) -> None:
+    base = folder / "llama"
+    if damage == "other base":
+        base = write_llama(tmp_path / "wide", hidden_size=64)
+    write_adapter(base, tmp_path / "peft")
+    file = tmp_path / "peft/adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
+    if damage == "missing":
+        del tensors[name]
+    if damage == "not finite":
+        tensors[name][0, 0] = torch.nan
+    if damage == "integers":
+        tensors[name] = tensors[name].int()
+    save_file(tensors, file)
+    if damage == "short":
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=problem) as raised:
+        import_model(tmp_path / "peft", tmp_path / "run", base=str(folder / "llama"))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("kind", "base"), [("classification", "roberta"), ("span", "bert")])
@@ -107,10 +198,7 @@ def test_a_head_of_a_task_is_beside_its_adapters(tmp_path: Path, kind: str, base
     finetune(run)
     export_hf(tmp_path / base, tmp_path / "base", verify=False)
     export_hf(tmp_path / "out", tmp_path / "adapters")
-    classes = {
-        "classification": AutoModelForSequenceClassification,
-        "span": AutoModelForQuestionAnswering,
-    }
+    classes = {"classification": AutoModelForSequenceClassification, "span": AutoModelForQuestionAnswering}
     labels = {"num_labels": 3} if kind == "classification" else {}
     loaded = classes[kind].from_pretrained(tmp_path / "base", dtype=torch.float32, **labels)
     model = PeftModel.from_pretrained(loaded, tmp_path / "adapters").eval()

@@ -28,9 +28,10 @@ from tests.util.as_nobody import as_nobody, open_folder
 Output = pytest.CaptureFixture[str]
 
 
-def test_result_of_inspect_has_these_keys(tmp_path: Path) -> None:
-    """Frozen: scripts read them."""
-    assert mlm("ckpt", "inspect", write_run(tmp_path / "run"), f"out={tmp_path}/x.json") == 0
+def test_result_of_inspect_has_these_keys_and_facts(tmp_path: Path) -> None:
+    """The keys are frozen: scripts read them."""
+    run = write_run(tmp_path / "run")
+    assert mlm("ckpt", "inspect", run, f"out={tmp_path}/x.json") == 0
     result = read(tmp_path / "x.json")
     assert list(result) == [
         *("task", "path", "format", "step", "consumed_samples", "consumed_tokens", "model", "layout"),
@@ -41,12 +42,6 @@ def test_result_of_inspect_has_these_keys(tmp_path: Path) -> None:
         *("kind", "num_layers", "hidden_size", "num_heads", "vocab_size", "parameters")
     ]
     assert list(result["tensors"]["model.w"]) == ["shape", "dtype", "split", "pieces"]
-
-
-def test_facts_of_a_training_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    mlm("ckpt", "inspect", run, f"out={tmp_path}/x.json")
-    result = read(tmp_path / "x.json")
     assert result["path"] == str(checkpoint(run, 3))
     assert (result["step"], result["consumed_samples"], result["consumed_tokens"]) == (3, 24, 24 * 16)
     assert (result["layout"]["tp"], result["loss_scale"]) == (2, 2.0)
@@ -290,7 +285,8 @@ def test_a_shard_of_another_user_is_not_damaged(capfd: Output) -> None:
     with open_folder() as folder:
         run = write_run(folder / "run")
         (checkpoint(run, 2) / "rank-00000.safetensors").chmod(0o600 if os.geteuid() == 0 else 0)
-        assert as_nobody(lambda: mlm("ckpt", "verify", run)) == 2
+        with as_nobody():
+            assert mlm("ckpt", "verify", run) == 2
     err = capfd.readouterr().err
     shard = f"{checkpoint(run, 2)}/rank-00000.safetensors"
     assert f"1 of 3 checkpoints is not readable: {shard}: cannot be read: Permission denied. Ask" in err

@@ -79,6 +79,14 @@ def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path,
     assert all(found[key] == want[key] for key in found.keys() - differing)
 
 
+@pytest.mark.parametrize("ends", [7, [7, 8]])
+def test_ids_that_end_texts_come_back_without_a_tokenizer(tmp_path: Path, ends: int | list[int]) -> None:
+    make_model(tmp_path / "model", eos_token_id=ends, bos_token_id=7)
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    again = export_model(run, tmp_path / "out", verify=False)
+    assert json.loads((again / "config.json").read_text())["eos_token_id"] == ends
+
+
 def test_index_tells_where_each_tensor_is(run: Path, tmp_path: Path) -> None:
     out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9, verify=False)
     index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -22,6 +22,7 @@ from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.gguf import export as gguf_export
 from mlm.convert.gguf.export import LlamaCpp
 from mlm.convert.gguf.vocabulary import GPT2, PATTERNS, PROBE, vocabulary
+from mlm.convert.huggingface import llama
 from mlm.convert.source import open_checkpoint
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
@@ -141,13 +142,14 @@ def write_model(folder: Path, kind: str, changes: dict[str, Any]) -> Any:
     return model
 
 
-def export(folder: Path, kind: str = "f32") -> Path:
-    """Write folder/model.gguf, tried in llama.cpp by the command."""
-    config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(folder / "model.gguf"), type=kind)  # type: ignore[arg-type]
+def export(folder: Path, kind: str = "f32", out: Path | None = None) -> Path:
+    """Write folder/model.gguf, or `out`, tried in llama.cpp by the command."""
+    out = out or folder / "model.gguf"
+    config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(out), type=kind)  # type: ignore[arg-type]
     if problems := preflight_export_gguf(config):
         raise UserError(problems[0])
     run_export_gguf(config)
-    return folder / "model.gguf"
+    return out
 
 
 @pytest.mark.parametrize("name", thinned(RIGHT, 7))
@@ -180,7 +182,7 @@ def test_a_file_that_llama_cpp_reads_otherwise_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, "Llama", {})
-    monkeypatch.setattr(gguf_export, "interleave", lambda value, heads: value)
+    monkeypatch.setattr(gguf_export, "locations", lambda model, row: llama.locations(model))
     with pytest.raises(UserError, match="other logits than mlm"):
         export(tmp_path)
     assert not (tmp_path / "model.gguf").exists()
@@ -188,11 +190,8 @@ def test_a_file_that_llama_cpp_reads_otherwise_is_not_named(
 
 def test_a_model_without_a_tokenizer_is_loaded(tmp_path: Path) -> None:
     write_model(tmp_path, "Llama", {})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "theirs" / name).unlink()
-    import_hf(tmp_path / "theirs", tmp_path / "bare", verify=False)
-    (tmp_path / "run").rename(tmp_path / "other")
-    (tmp_path / "bare").rename(tmp_path / "run")
+    (tmp_path / "theirs" / "tokenizer_config.json").unlink()
+    import_again(tmp_path, None)
     assert LlamaCpp(export(tmp_path)).logits([1, 2]).shape == (2, SHAPE["vocab_size"])
 
 
@@ -216,18 +215,26 @@ def tokenizer(backend: Backend) -> Tokenizer:
     return Tokenizer(str(backend.to_str()))
 
 
-@pytest.mark.parametrize("patterns", PATTERNS)
-def test_tokens_in_llama_cpp_are_those_of_the_tokenizer(tmp_path: Path, patterns: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("patterns", [*PATTERNS, None], ids=[*PATTERNS.values(), "sentencepiece"])
+def test_tokens_in_llama_cpp_are_those_of_the_tokenizer(
+    tmp_path: Path, patterns: tuple[str, ...] | None
+) -> None:
     write_model(tmp_path, "Llama", {"vocab_size": 420})
-    whole_words = {"ignore_merges": True} if PATTERNS[patterns] == "llama-bpe" else {}
-    import_again(tmp_path, byte_level(patterns, **whole_words).to_str())
+    if patterns is None:
+        write_tokenizer(tmp_path / "theirs", "llama2", None)
+        import_again(tmp_path, (tmp_path / "theirs" / "tokenizer.json").read_text())
+    else:
+        whole_words = {"ignore_merges": True} if PATTERNS[patterns] == "llama-bpe" else {}
+        import_again(tmp_path, byte_level(patterns, **whole_words).to_str())
     theirs, llama = Tokenizer.load(tmp_path / "theirs"), LlamaCpp(export(tmp_path))
     assert [llama.tokens(text) for text in PROBE] == [theirs.encode(text) for text in PROBE]
 
 
-def import_again(folder: Path, content: str) -> None:
-    """Import folder/theirs with another tokenizer."""
-    (folder / "theirs" / "tokenizer.json").write_text(content)
+def import_again(folder: Path, content: str | None) -> None:
+    """Import folder/theirs with another tokenizer, None for none."""
+    (folder / "theirs" / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "theirs" / "tokenizer.json").write_text(content)
     import_hf(folder / "theirs", folder / "again", verify=False)
     (folder / "run").rename(folder / "before")
     (folder / "again").rename(folder / "run")
@@ -243,14 +250,6 @@ def test_llama_cpp_adds_the_beginning_of_a_text_where_the_tokenizer_does(tmp_pat
     import_again(tmp_path, backend.to_str())
     found = LlamaCpp(export(tmp_path)).tokens("the cat", add_special=True)
     assert found == backend.encode("the cat").ids
-
-
-def test_tokens_of_sentencepiece_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    write_model(tmp_path, "Llama", {})
-    write_tokenizer(tmp_path / "theirs", "llama2", None)
-    import_again(tmp_path, (tmp_path / "theirs" / "tokenizer.json").read_text())
-    theirs, llama = Tokenizer.load(tmp_path / "theirs"), LlamaCpp(export(tmp_path))
-    assert [llama.tokens(text) for text in PROBE] == [theirs.encode(text) for text in PROBE]
 
 
 LOWER = {"Lowercase": normalizers.Lowercase(), "NFKC": normalizers.NFKC(), "Strip": normalizers.Strip()}
@@ -297,20 +296,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def read(folder: Path, kind: str, out: Path) -> GGUFReader:
-    config = ExportGGUFConfig(ckpt=str(folder / "run"), out=str(out), type=kind)  # type: ignore[arg-type]
-    assert preflight_export_gguf(config) == []
-    run_export_gguf(config)
-    return GGUFReader(out)
-
-
-def field(reader: GGUFReader, name: str) -> Any:
-    return reader.fields[name].contents()
-
-
 @pytest.mark.parametrize("kind", ERRORS)
 def test_tensors_are_those_of_the_model(folder: Path, tmp_path: Path, kind: str) -> None:
-    reader = read(folder, kind, tmp_path / "model.gguf")
+    reader = GGUFReader(export(folder, kind, tmp_path / "model.gguf"))
     stored = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
     whole = open_checkpoint(str(folder / "run")).whole
@@ -335,23 +323,24 @@ def test_tensors_are_those_of_the_model(folder: Path, tmp_path: Path, kind: str)
 
 
 def test_settings_and_tokenizer_are_in_it(folder: Path, tmp_path: Path) -> None:
-    reader = read(folder, "f16", tmp_path / "model.gguf")
-    assert field(reader, "general.architecture") == "llama"
-    assert field(reader, "llama.attention.head_count_kv") == 2
-    assert field(reader, "llama.rope.freq_base") == 10000.0
+    reader = GGUFReader(export(folder, "f16", tmp_path / "model.gguf"))
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "llama"
+    assert fields["llama.attention.head_count_kv"] == 2
+    assert fields["llama.rope.freq_base"] == 10000.0
     theirs = AutoTokenizer.from_pretrained(folder / "llama")
-    tokens = field(reader, "tokenizer.ggml.tokens")
+    tokens = fields["tokenizer.ggml.tokens"]
     assert tokens[: len(theirs)] == theirs.convert_ids_to_tokens(list(range(len(theirs))))
     assert len(tokens) == 340
     content = json.loads((folder / "llama" / "tokenizer.json").read_text())
-    assert field(reader, "tokenizer.ggml.merges") == [
+    assert fields["tokenizer.ggml.merges"] == [
         merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
     ]
-    types = np.array(field(reader, "tokenizer.ggml.token_type"))
+    types = np.array(fields["tokenizer.ggml.token_type"])
     assert (types[theirs.all_special_ids] == 3).all()
-    assert tokens[field(reader, "tokenizer.ggml.eos_token_id")] == theirs.eos_token
-    assert field(reader, "tokenizer.ggml.pre") == "qwen2"
-    assert field(reader, "tokenizer.chat_template") == theirs.chat_template
+    assert tokens[fields["tokenizer.ggml.eos_token_id"]] == theirs.eos_token
+    assert fields["tokenizer.ggml.pre"] == "qwen2"
+    assert fields["tokenizer.chat_template"] == theirs.chat_template
 
 
 def test_a_model_that_llama_cpp_has_not_is_one_line(tmp_path: Path) -> None:
@@ -379,5 +368,5 @@ def test_a_device_is_written_to_and_stays(folder: Path, tmp_path: Path) -> None:
     except OSError as error:
         pytest.skip(f"no device can be made here: {error}")
     with pytest.raises(UserError, match=r"out=.*full: No space left on device"):
-        read(folder, "f16", full)
+        export(folder, "f16", full)
     assert stat.S_ISCHR(full.lstat().st_mode)

@@ -1,6 +1,8 @@
 """BERTs of `transformers` in and out: what they say is the same, at every class, on one rank and on two."""
 
 import importlib.resources
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.mapping import Outputs, ProbeSamples
+from mlm.convert.huggingface.tensors import HFTensors
 from mlm.convert.source import open_source
 from mlm.convert.weights import fill_parameters
 from mlm.inference.trained import load_trained
@@ -20,22 +23,36 @@ from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
 from mlm.verify.huggingface import our_outputs, reference_outputs, relative_difference
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, make_bert
-from tests.convert.hf_models import edit_config, edit_tensors, import_model
+from tests.convert.hf_models import edit_config, edit_tensors, export_model, import_model
 from tests.inference.hf_on_ranks import outputs_on_rank, states_of_layers
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
 LIMIT = 1e-5
 """Of the largest number; float32 sums of 60 numbers in another order differ by a tenth of it."""
-CLASSES: list[tuple[str, dict[str, Any], set[str]]] = [
-    ("ForPreTraining", {}, {"token logits", "order logits"}),
-    ("ForMaskedLM", {}, {"token logits"}),
-    ("Model", {}, {"hidden states", "pooled states"}),
-    ("ModelWithoutPooler", {}, {"hidden states"}),
-    ("ForSequenceClassification", {"num_labels": 3}, {"logits"}),
-    ("ForMultipleChoice", {}, {"logits"}),
-    ("ForQuestionAnswering", {}, {"logits"}),
-]
+POOLER = {"pooler.weight", "pooler.bias"}
+ORDER = {"sop_head.weight", "sop_head.bias"}
+CLASSES: dict[str, tuple[dict[str, Any], set[str], set[str], list[str]]] = {
+    "ForPreTraining": ({"head": "language_model"}, {"token logits", "order logits"}, set(), []),
+    "ForMaskedLM": (
+        {"head": "language_model"},
+        {"token logits"},
+        POOLER | ORDER,
+        ["no pooler.dense is there", "no cls.seq_relationship is there"],
+    ),
+    "Model": ({}, {"hidden states", "pooled states"}, set(), []),
+    "ModelWithoutPooler": ({}, {"hidden states"}, POOLER, ["no pooler.dense is there"]),
+    "ForNextSentencePrediction": ({}, set(), set(), ["left out: cls.seq_relationship"]),
+    "ForSequenceClassification": ({"head": "classification", "num_labels": 3}, {"logits"}, set(), []),
+    "ForMultipleChoice": ({"head": "classification", "num_labels": 1}, {"logits"}, set(), []),
+    "ForQuestionAnswering": ({"head": "span"}, {"logits"}, set(), []),
+}
+"""What each class is read as, its outputs that are compared, parameters that it lacks, and notes."""
+EXPORTED = ("ForPreTraining", "Model", "ForSequenceClassification", "ForQuestionAnswering")
+
+
+def labels_of(name: str) -> dict[str, int]:
+    return {"num_labels": 3} if name == "ForSequenceClassification" else {}
 
 
 def assert_near(found: Outputs, want: Outputs, limit: float = LIMIT) -> None:
@@ -44,16 +61,46 @@ def assert_near(found: Outputs, want: Outputs, limit: float = LIMIT) -> None:
         assert relative_difference(found[name], value) <= limit, name
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_class_is_known_by_its_tensors(tmp_path: Path, family: str, name: str) -> None:
+    """Whatever config.json names; what is missing or left out is noted."""
+    changes, _, filled, notes = CLASSES[name]
+    make_bert(tmp_path, family, name, **labels_of(name))
+    edit_config(tmp_path, architectures=["Something"])
+    tensors = HFTensors(read_model(tmp_path))
+    tensors.check()
+    found = tensors.model
+    assert found.config == replace(MODEL, norm="post" if family == "bert" else "pre", **changes)
+    assert found.content.filled == filled
+    assert [note[: len(want)] for note, want in zip(found.notes, notes, strict=True)] == notes
+
+
 @pytest.mark.parametrize("family", thinned(FAMILIES, 3))
-@pytest.mark.parametrize(("name", "settings", "said"), CLASSES, ids=[c[0] for c in CLASSES])
-def test_imported_model_says_what_transformers_says(
-    tmp_path: Path, family: str, name: str, settings: dict[str, Any], said: set[str]
+@pytest.mark.parametrize("name", [name for name, row in CLASSES.items() if row[1]])
+def test_each_class_says_what_transformers_says_and_comes_back_to_the_bit(
+    tmp_path: Path, family: str, name: str
 ) -> None:
-    make_bert(tmp_path / "model", family, name, **settings)
+    model = make_bert(tmp_path / "model", family, name, **labels_of(name))
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
     want = reference_outputs(read_model(tmp_path / "model"))
-    assert want.keys() == said
+    assert want.keys() == CLASSES[name][1]
     assert_near(our_outputs(run), want)
+    if name in EXPORTED:
+        out = export_model(run, tmp_path / "out", verify=False)  # each bit is compared here
+        back = type(model).from_pretrained(out, use_safetensors=True)
+        assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
+        expected = model.state_dict()
+        assert back.state_dict().keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in back.state_dict().items())
+
+
+def test_a_pooler_beside_an_answer_head_is_left_out(tmp_path: Path) -> None:
+    """As versions before 3.5 saved it."""
+    make_bert(tmp_path, "bert", "ForQuestionAnswering")
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"bert.pooler.dense.weight": torch.ones(24, 24)}))
+    (note,) = read_model(tmp_path).notes
+    assert note.startswith("left out: pooler.dense")
 
 
 def test_compared_texts_have_padding_and_two_segments() -> None:
@@ -71,15 +118,6 @@ def test_each_gelu_is_computed_as_it_is(tmp_path: Path, activation: str) -> None
     edit_tensors(tmp_path / "model", large)
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
     assert_near(our_outputs(run), reference_outputs(read_model(tmp_path / "model")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_model_folder_is_read_by_two_ranks(tmp_path: Path, family: str, axis: str) -> None:
-    make_bert(tmp_path, family, "ForPreTraining")
-    found = run_on_ranks(outputs_on_rank, tmp_path, **{axis: 2})[-1]
-    assert_near(found, reference_outputs(read_model(tmp_path)))
 
 
 class TestFilled:

@@ -5,23 +5,24 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 import mlm
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli.convert.run import preflight_import_hf, run_import_hf
 from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
-from mlm.convert.huggingface.mapping import Location, ProbeSamples
+from mlm.convert.huggingface.mapping import ProbeSamples
 from mlm.convert.huggingface.tensors import HFTensors
+from mlm.convert.locations import Location
 from mlm.data.tokenizer import Tokenizer
-from mlm.parallel.mesh import ParallelContext
 from mlm.runs.saved import trained_config
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.verify.huggingface import our_outputs
@@ -34,10 +35,6 @@ from tests.convert.hf_models import (
     import_model,
     make_model,
 )
-from tests.ranks import run_on_ranks
-
-LIMIT = 1e-5
-"""Of the largest logit; float32 sums of 60 numbers in another order differ by a tenth of it."""
 
 
 @pytest.fixture
@@ -46,19 +43,6 @@ def folder(tmp_path: Path) -> Path:
     make_model(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     return tmp_path / "model"
-
-
-def reference(model: GPT2LMHeadModel) -> Tensor:
-    """Logits of `transformers`, from the model that was never saved."""
-    with torch.no_grad():
-        logits: Tensor = model(ProbeSamples.of(MODEL).tokens).logits
-    return logits.flatten(0, 1)
-
-
-def difference(found: Tensor, want: Tensor) -> float:
-    """Largest difference in units of the largest logit."""
-    assert found.shape == want.shape
-    return float((found - want).abs().max() / want.abs().max())
 
 
 def test_folder_that_transformers_saved_with_its_defaults_is_imported(tmp_path: Path) -> None:
@@ -72,7 +56,11 @@ def test_folder_that_transformers_saved_with_its_defaults_is_imported(tmp_path: 
     assert saved["model_max_length"] == int(1e30)
     run = import_model(tmp_path / "model", tmp_path / "run")
     assert Tokenizer.load(run / "tokenizer.json").encode(TEXT) == theirs(TEXT)["input_ids"]
-    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
+    with torch.no_grad():  # by the model that was never saved
+        want = model(ProbeSamples.of(MODEL).tokens).logits.flatten(0, 1)
+    found = our_outputs(run)["logits"]
+    assert found.shape == want.shape
+    assert (found - want).abs().max() <= 1e-5 * want.abs().max()  # sums of 60 numbers in another order
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
@@ -91,19 +79,6 @@ def test_large_number_that_nothing_reads_does_no_harm_and_endless_digits_are_rej
     with pytest.raises(UserError, match=edited.name) as caught:
         mlm.import_hf(tmp_path / "model", tmp_path / "other", verify=False)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_imported_model_splits_over_two_ranks(tmp_path: Path, axis: str) -> None:
-    model = make_model(tmp_path / "model")
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    found = run_on_ranks(logits_on_rank, run, **{axis: 2})
-    assert difference(found[-1], reference(model)) <= LIMIT
-
-
-def logits_on_rank(ctx: ParallelContext, run: Path) -> Tensor:
-    return our_outputs(run, ctx).get("logits", torch.empty(0))
 
 
 @pytest.mark.parametrize(
@@ -127,17 +102,14 @@ def test_tokens_that_only_the_settings_hold_are_said(
 class TestCheckpoint:
     """The files written besides the weights."""
 
-    def test_it_holds_weights_alone_and_a_run_spec(self, folder: Path, tmp_path: Path) -> None:
+    def test_it_holds_weights_alone_a_run_spec_and_its_source(self, folder: Path, tmp_path: Path) -> None:
         path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"
         manifest = read_manifest(path)
         config = trained_config(manifest, path)
         assert (manifest.step, manifest.state["weights_only"]) == (0, True)
         assert (config.model, config.data.seq_length) == (MODEL, 48)
         assert all(entry.dtype == torch.float32 and entry.split for entry in manifest.tensors.values())
-
-    def test_it_names_its_source_with_digests(self, folder: Path, tmp_path: Path) -> None:
-        path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"
-        source = read_manifest(path).state["source"]
+        source = manifest.state["source"]
         assert (source["kind"], source["name"]) == ("huggingface", "model")
         read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
         assert source["files"].keys() == read
@@ -210,7 +182,7 @@ class TestRefusals:
     def test_interrupt_leaves_nothing(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(HFTensors, "read", interrupt)
+        monkeypatch.setattr(HFTensors, "read", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             import_model(folder, tmp_path / "run", verify=False)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -241,10 +213,6 @@ class TestRefusals:
         config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
         (problem,) = preflight_import_hf(config)
         assert "pip install 'mlm[hf]', or set verify=false" in problem
-
-
-def interrupt(*_: Any) -> Tensor:
-    raise KeyboardInterrupt
 
 
 class TestHub:
@@ -296,14 +264,3 @@ class TestHub:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         with pytest.raises(UserError, match="model_type=phimoe"):
             import_model(self.ID, tmp_path / "run", verify=False)
-
-    def test_hub_that_does_not_answer_is_one_line_with_a_remedy(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def download(*_: Any, **__: Any) -> str:
-            raise ConnectionError("no route\nto host")
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(UserError, match=r"ConnectionError: no route\).*give a folder") as caught:
-            import_model(self.ID, tmp_path / "run", verify=False)
-        assert "\n" not in str(caught.value)

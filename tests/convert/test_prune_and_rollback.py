@@ -3,20 +3,14 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlm.checkpoint.native import pruning
-from mlm.checkpoint.native.folders import (
-    BEST,
-    CHECKPOINTS,
-    LATEST,
-    latest_checkpoint,
-    latest_name,
-    step_name,
-)
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, LATEST, latest_checkpoint, latest_name, step_name
 from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, tensors, training_state, write_run
@@ -34,13 +28,7 @@ def steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run / CHECKPOINTS).glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ([], [5, 6]),
-        (["keep_last=1", "keep_every=2"], [2, 4, 6]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "kept"), [([], [5, 6]), (["keep_last=1", "keep_every=2"], [2, 4, 6])])
 def test_newest_and_multiples_are_kept(run: Path, settings: list[str], kept: list[int]) -> None:
     assert mlm("ckpt", "prune", run, *settings) == 0
     assert steps(run) == kept
@@ -107,11 +95,7 @@ def test_leftovers_of_killed_saves_are_cleared_up(run: Path) -> None:
 def test_folder_that_a_run_uses_is_left_alone(
     run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def at_once(folder: Path, **options: str) -> object:
-        return single_writer(folder, wait_s=0.0, **options)
-
-    monkeypatch.setattr("mlm.cli.ckpt.prune.single_writer", at_once)
+    monkeypatch.setattr("mlm.cli.ckpt.prune.single_writer", partial(single_writer, wait_s=0.0))
     with single_writer(run / CHECKPOINTS):
         assert mlm("ckpt", "prune", run) == 2
         assert mlm("ckpt", "prune", run, "--dry-run") == 0
@@ -252,13 +236,6 @@ def test_a_latest_one_with_a_flipped_bit_gives_way_to_an_older_one(
     assert f"{shard}: damaged" in caplog.text
 
 
-def test_a_run_that_diverged_goes_back_beyond_the_weights_that_gave_no_finite_number(chain: Path) -> None:
-    record = {"kind": "diverged", "time": 0, "step": 12, "since": 5, "good": None}
-    (chain / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert mlm("ckpt", "rollback", chain) == 0
-    assert latest_name(chain / CHECKPOINTS) == step_name(3)
-
-
 def test_pruning_keeps_the_checkpoint_that_a_diverged_run_goes_back_to(chain: Path) -> None:
     record = {"kind": "diverged", "time": 0, "step": 12, "since": 5, "good": None}
     (chain / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -284,11 +261,8 @@ def test_a_step_that_is_not_there_is_a_line_with_those_that_are(chain: Path, cap
 
 
 def test_a_folder_in_use_is_left_alone(chain: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.util.lock.WAIT_S", 0.0)
+    monkeypatch.setattr("mlm.cli.ckpt.rollback.single_writer", partial(single_writer, wait_s=0.0))
     with single_writer(chain / CHECKPOINTS):
-        monkeypatch.setattr(
-            "mlm.cli.ckpt.rollback.single_writer", lambda *a, **k: single_writer(*a, **k, wait_s=0)
-        )
         assert mlm("ckpt", "rollback", chain, "step=3") == 2
     assert "in use by process" in capsys.readouterr().err
     assert latest_name(chain / CHECKPOINTS) == step_name(5)

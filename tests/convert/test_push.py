@@ -15,19 +15,16 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
-import mlm
 from mlm.cli import main
 from mlm.finetune import training
 from mlm.models.config import LoraConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util import extras
 from tests.convert.hf_models import import_model
+from tests.convert.hf_models import our_logits as ours
+from tests.convert.hf_models import their_logits as theirs
 from tests.finetune.chats import chatting, write_chats, write_llama
-
-TOKENS = torch.arange(20)[None]
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -133,18 +130,6 @@ def fetched(hub: type[FakeHub], name: str, folder: Path) -> Path:
     return folder
 
 
-@torch.no_grad()
-def theirs(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
-    logits: torch.Tensor = model(TOKENS).logits
-    return logits
-
-
-def ours(run: Path) -> torch.Tensor:
-    return torch.as_tensor(mlm.load(run, device="cpu").logits(TOKENS.tolist()))
-
-
 def test_pushed_model_is_private_and_is_the_run(hub: type[FakeHub], folder: Path, tmp_path: Path) -> None:
     assert export(folder / "on-run", tmp_path / "out", "merge=true", "push=me/chat") == 0
     assert hub.repositories["me/chat"]["private"] is True
@@ -179,11 +164,7 @@ def test_pushed_adapters_name_a_base_that_others_have(
         ("run", ["push=chat"], "push=chat: no name of a repository of the Hub; use push=OWNER/NAME"),
         ("on-run", ["base=me base"], "base=me base: no name of a repository of the Hub; use base=OWNER/NAME"),
         ("on-llama", ["push=me/chat"], "first (hf upload OWNER/BASE {folder}/llama --private) and add base="),
-        (
-            "on-run",
-            ["push=me/chat"],
-            "push=OWNER/BASE) and add base=OWNER/BASE, or push the whole",
-        ),
+        ("on-run", ["push=me/chat"], "push=OWNER/BASE) and add base=OWNER/BASE, or push the whole"),
         ("run", ["push=me/open"], "push=me/open: the repository is public: set public=true, or name a new"),
         ("run", ["base=me/base"], "holds no adapters: leave it out"),
         ("run", ["public=true"], "public=true: has no effect with push=null; remove it, or set push"),

@@ -25,13 +25,12 @@ from mlm.models import stage
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
-from mlm.training.state import load, training_shards
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.checkpoint.native.kill_saves import kill_at_operation
 from tests.ranks import run_on_ranks
-from tests.slow import slow_but
 from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
@@ -40,7 +39,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_source(tmp_path_factory.mktemp("source"))
+    """A run of one process, one step in, with a tokenizer."""
+    out = tmp_path_factory.mktemp("source")
+    trained(shape_context(), out, spec())
+    (out / "tokenizer.json").write_text('{"of": "the run"}')
+    return out
 
 
 class TestBytes:
@@ -102,29 +105,6 @@ def load_and_save(ctx: ParallelContext, old: Path, new: Path, spec: PretrainConf
 def pieces(manifest: Manifest) -> dict[str, object]:
     plain = {"dtype": None, "norm": None, "norm_before": None}
     return {name: asdict(replace(entry, **plain)) for name, entry in manifest.tensors.items()}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    slow_but({1}, [{"dp": 2, "zero": 3}, {"tp": 2, "dp": 2, "zero": 2}, {"tp": 2, "pp": 2}]),
-    ids=str,
-)
-def test_what_any_layout_saved_loads_into_one_process_bit_for_bit(
-    tmp_path: Path, layout: dict[str, int]
-) -> None:
-    """Saved at a layout, cut for tp=2 pp=3, loaded whole: what loading the save itself gives."""
-    sizes = {key: n for key, n in layout.items() if key != "zero"}
-    run_on_ranks(trained, tmp_path / "saved", spec(**layout), **sizes)
-    there = to(tmp_path / "saved", tmp_path / "there", 2, 3)
-    direct, around = (whole_state(path) for path in (tmp_path / "saved" / "checkpoints" / STEP, there))
-    assert direct.keys() == around.keys()
-    assert all(torch.equal(direct[name], x) and x.any() for name, x in around.items())
-
-
-def whole_state(path: Path) -> dict[str, Tensor]:
-    trainer = Trainer(spec(), shape_context())
-    load(trainer, path)
-    return {name: shard.tensor.clone() for name, shard in training_shards(trainer, trainer.shards).items()}
 
 
 class TestState:
@@ -216,13 +196,6 @@ def trained(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> None:
     save(trainer, out)
 
 
-def make_source(out: Path) -> Path:
-    """A run of one process, one step in, with a tokenizer."""
-    trained(shape_context(), out, spec())
-    (out / "tokenizer.json").write_text('{"of": "the run"}')
-    return out
-
-
 def to(source: Path, out: Path, tp: int = 1, pp: int = 1, vp: int = 1, *, weights_only: bool = False) -> Path:
     """Reshard through the same checks as the command; the step-… directory."""
     asked = ReshardConfig(ckpt=str(source), out=str(out), tp=tp, pp=pp, vp=vp, weights_only=weights_only)
@@ -307,10 +280,6 @@ class TestRefusals:
         with pytest.raises(UserError, match="is there already"):
             to(source, tmp_path, 2)
         assert (tmp_path / held).read_text() == "mine"
-
-    def test_its_own_source(self, source: Path) -> None:
-        with pytest.raises(UserError, match="is there already"):
-            to(source, source, 2)
 
 
 def kill_at_each_operation(run: Path, folder: Path) -> None:

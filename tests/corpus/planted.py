@@ -34,7 +34,9 @@ def plant(paragraphs: Iterable[str], seed: int, limit: int | None = None) -> Cor
     for number, base in enumerate(bases):
         variants = [vary(base, vocabulary, rng) for _ in range(1 if number % 10 else 3)]
         copies = [base] if number % COPIES == 0 else []
-        families.append([text_of(document) for document in (base, *variants, *copies)])
+        families.append(
+            ["\n\n".join(" ".join(words) for words in document) for document in (base, *variants, *copies)]
+        )
     order = [(family, text) for family, texts in enumerate(families) for text in texts]
     rng.shuffle(order)
     places: dict[int, list[int]] = {}
@@ -65,8 +67,11 @@ def vary(base: list[list[str]], vocabulary: Sequence[str], rng: random.Random) -
     differing = (1 - similarity) / (1 + similarity)  # share of the shingles of either that the other lacks
     document = [list(paragraph) for paragraph in base]
     kind = rng.choice(("words", "passage", "paragraphs"))
-    if kind == "passage":
-        return replace_passage(document, differing, vocabulary, rng)
+    if kind == "passage":  # other text, in its own order, in place of a share of the words in a row
+        words = [word for paragraph in document for word in paragraph]
+        length = max(1, round(len(words) * differing))
+        begin, other = rng.randint(0, len(words) - length), rng.randint(0, max(0, len(vocabulary) - length))
+        return [words[:begin], list(vocabulary[other : other + length]), words[begin + length :]]
     if kind == "paragraphs":
         for _ in range(2):
             document.insert(rng.randrange(len(document)), document.pop(rng.randrange(len(document))))
@@ -77,20 +82,6 @@ def vary(base: list[list[str]], vocabulary: Sequence[str], rng: random.Random) -
         edit = rng.choice(("replace", "insert", "delete"))
         paragraph[place : place + (edit != "insert")] = [] if edit == "delete" else [word]
     return document
-
-
-def replace_passage(
-    document: list[list[str]], share: float, vocabulary: Sequence[str], rng: random.Random
-) -> list[list[str]]:
-    """Other text, in its own order, in place of a share of the words in a row."""
-    words = [word for paragraph in document for word in paragraph]
-    length = max(1, round(len(words) * share))
-    begin, other = rng.randint(0, len(words) - length), rng.randint(0, max(0, len(vocabulary) - length))
-    return [words[:begin], list(vocabulary[other : other + length]), words[begin + length :]]
-
-
-def text_of(document: list[list[str]]) -> str:
-    return "\n\n".join(" ".join(words) for words in document)
 
 
 def grams(text: str, unit: str) -> set[str]:

@@ -68,28 +68,23 @@ def test_receipt_balances_in_documents_and_bytes(source: Path) -> None:
     )
 
 
-def rewrite_while_read(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-    """Replace a file once `after` documents of the build are read, times of change and all."""
-    read_shard, before = clean_stage.read_shard, path.stat()
-
-    def read(*args: Any, **kwargs: Any) -> Any:
-        for number, document in enumerate(read_shard(*args, **kwargs)):
-            yield document
-            if number + 1 == after:
-                path.write_bytes(content)
-                os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-    monkeypatch.setattr(clean_stage, "read_shard", read)
-
-
 @pytest.mark.parametrize("size", ["equal", "shorter"])
 def test_file_rewritten_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "six"])
     content = path.read_bytes().replace(b"six", b"ten" if size == "equal" else b"")
+    read_shard, before = clean_stage.read_shard, path.stat()
+
+    def read_and_rewrite(*args: Any, **kwargs: Any) -> Any:
+        documents = read_shard(*args, **kwargs)
+        yield next(documents)
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        yield from documents
+
     with monkeypatch.context() as patch:
-        rewrite_while_read(path, content, patch, after=1)
+        patch.setattr(clean_stage, "read_shard", read_and_rewrite)
         with pytest.raises(UserError, match=r"a\.jsonl changed while the build read it"):
             run_build(plain(path), quiet())
     build(plain(path))

@@ -32,11 +32,6 @@ def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path, name: str)
     assert [text for _, text in read(path)] == ["a b", "c", "d", "e"]
 
 
-def test_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.jsonl:2: not a line of JSON"):
-        read(written(tmp_path / "a.jsonl", b'{"text": "one"}\n{\n'))
-
-
 def test_wikitext_is_read_article_by_article(tmp_path: Path) -> None:
     assert read(written(tmp_path / "wiki.valid.tokens", WIKI)) == [
         ("Lobster", "= Lobster =\nRed @-@ tipped claws .\n= = Life = =\nLong ."),

@@ -10,9 +10,7 @@ from rich.console import Console
 from mlm.corpus.build import run_build
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import UserError
-from tests.corpus.texts import plain, quiet, write_jsonl
-
-TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
+from tests.corpus.texts import TEXTS, plain, quiet, write_jsonl
 
 
 @pytest.fixture
@@ -25,8 +23,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def build(source: Path, console: Console | None = None, **options: Any) -> dict[str, Any]:
-    receipt = run_build(plain(source, **options), console or quiet())
-    return receipt
+    return run_build(plain(source, **options), console or quiet())
 
 
 def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
@@ -42,6 +39,9 @@ def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
     }
     assert receipt["splits"]["validation"]["documents"] == 1
     assert receipt["removed"] == {"empty": {"documents": 1, "bytes": 0}}
+    written = ".mlm.json corpus-inputs.jsonl corpus.json tokenizer.json"
+    written += " train.bin train.idx validation.bin validation.idx"
+    assert sorted(path.name for path in out.iterdir()) == written.split()
 
 
 def test_equal_build_is_up_to_date(source: Path) -> None:
@@ -51,13 +51,6 @@ def test_equal_build_is_up_to_date(source: Path) -> None:
     build(source, console)
     assert "up to date" in console.file.getvalue()  # type: ignore[attr-defined]
     assert (source.parent / "out" / "corpus.json").stat().st_mtime_ns == before
-
-
-def test_other_build_in_the_same_folder_is_rejected(source: Path) -> None:
-    build(source)
-    write_jsonl(source / "train.jsonl", [*TEXTS, "one more"])
-    with pytest.raises(UserError, match=r"made with other inputs.*another out="):
-        build(source)
 
 
 def test_damaged_corpus_is_not_called_up_to_date(source: Path) -> None:
@@ -89,13 +82,6 @@ def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mlm.data.indexed.IndexedWriter.add_document", fail)
     with pytest.raises(UserError, match=r"out=.*No space left on device; free space"):
         build(source)
-
-
-def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:
-    build(source)
-    written = ".mlm.json corpus-inputs.jsonl corpus.json tokenizer.json"
-    written += " train.bin train.idx validation.bin validation.idx"
-    assert sorted(path.name for path in (source.parent / "out").iterdir()) == written.split()
 
 
 @pytest.mark.parametrize("repeats, is_said", [(1, True), (1000, False)])

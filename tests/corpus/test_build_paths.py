@@ -3,16 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mlm.cli import main
-from mlm.corpus.build import preflight, run_build
+from mlm.corpus.build import preflight
 from mlm.util.errors import UserError
-from tests.corpus.texts import plain, quiet, write_jsonl
-
-TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
+from tests.corpus.texts import TEXTS, build, output, plain, write_jsonl
 
 
 @pytest.fixture
@@ -24,28 +21,14 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "text"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def build(source: Path, **options: Any) -> Any:
-    return run_build(plain(source, **options), quiet())
-
-
-def rejected(source: Path, **options: Any) -> str:
-    """The lines with which both the preflight and the build reject these folders."""
-    with pytest.raises(UserError) as raised:
-        build(source, **options)
-    lines = preflight(plain(source, **options))
-    assert lines
-    return "\n".join([*lines, str(raised.value)])
-
-
 def test_a_projects_own_work_folder_is_kept(source: Path) -> None:
     mine = source.parent / "out" / "work" / "chapter1.tex"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    assert "holds work, which mlm did not write" in rejected(source)
+    problem = "holds work, which mlm did not write"
+    with pytest.raises(UserError, match=problem):
+        build(plain(source))
+    assert problem in "\n".join(preflight(plain(source)))
     assert mine.read_text() == "mine"
 
 
@@ -54,13 +37,13 @@ def test_out_that_holds_the_tokenizer_alone_is_taken(source: Path) -> None:
     out = source.parent / "out"
     out.mkdir()
     (out / "tokenizer.json").write_bytes(Path(plain(source).tokenizer).read_bytes())
-    build(source)
+    build(plain(source))
     assert (out / "corpus.json").exists()
 
 
 def test_two_builds_into_one_out_are_kept_apart(source: Path) -> None:
-    build(source)
-    out, before = source.parent / "out", contents(source.parent / "out")
+    build(plain(source))
+    out, before = source.parent / "out", output(source.parent / "out")
     hold = (
         "import sys; from pathlib import Path; from mlm.corpus.build import sole_build\n"
         "with sole_build(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -71,9 +54,9 @@ def test_two_builds_into_one_out_are_kept_apart(source: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=r"^out=.* is in use by another `mlm data build`"):
-        build(source)
+        build(plain(source))
     process.communicate("")
-    assert contents(out) == before
+    assert output(out) == before
 
 
 def test_tokenizer_replaces_no_file_of_the_users_and_reads_nothing_first(

@@ -1,17 +1,21 @@
-"""Links, components and removed documents, against union-find, sets of words, and planted near-duplicates."""
+"""Links, components and removed documents, against SciPy, sets of words, and planted near-duplicates."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from mlm.corpus import duplicates as module
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import Duplicate, components, duplicates_in, jaccard, links_of_band, star_links
 from mlm.corpus.minhash import NO_KEY, MinHasher
+from mlm.corpus.stages.group import blocks, label_documents, ranges
 from tests.corpus.planted import plant, similar_pairs
 
 CONFIG = DedupConfig()
@@ -23,25 +27,12 @@ def as_links(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def union_find(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Components of two documents and more, by the textbook."""
-    parent = {x: x for pair in pairs for x in pair}
-
-    def root(x: int) -> int:
-        while parent[x] != x:
-            x = parent[x]
-        return x
-
-    for a, b in pairs:
-        parent[root(a)] = root(b)
-    found: dict[int, list[int]] = {}
-    for x in sorted(parent):
-        found.setdefault(root(x), []).append(x)
-    return sorted(one for one in found.values() if len(one) > 1)
-
-
-def spelled(documents: np.ndarray, boundaries: np.ndarray) -> list[list[int]]:
-    return [documents[begin:end].tolist() for begin, end in pairwise(boundaries)]
+def expected_labels(links: np.ndarray, total: int) -> dict[int, int]:
+    """The first document of its component, by SciPy, for each document but the first of one."""
+    ones = np.ones(len(links))
+    _, component = connected_components(coo_matrix((ones, links.T), shape=(total, total)), directed=False)
+    firsts = np.unique(component, return_index=True)[1][component]
+    return {document: int(first) for document, first in enumerate(firsts) if first != document}
 
 
 @given(keys=st.lists(st.sampled_from([NO_KEY, 1, 2, 3, 2**63, 2**64 - 1]), max_size=30))
@@ -52,28 +43,19 @@ def test_documents_of_one_key_hang_on_the_first_of_them(keys: list[int]) -> None
     assert len(links) == len(expected)
 
 
-@given(pairs=EDGES)
-def test_components_are_those_of_union_find(pairs: list[tuple[int, int]]) -> None:
-    pairs = [(a, b) for a, b in pairs if a != b]
-    assert spelled(*components(as_links(pairs), 41)) == union_find(pairs)
-
-
-def test_the_components_of_a_long_shuffled_path_are_one() -> None:
-    """The case that takes a label n rounds where it only spreads to neighbours."""
-    path = np.random.default_rng(1).permutation(200_001)
-    documents, boundaries = components(np.stack((path[:-1], path[1:]), axis=1), len(path))
-    assert np.array_equal(documents, np.arange(200_001))
-    assert boundaries.tolist() == [0, 200_001]
-
-
+@settings(deadline=None)
 @given(first=EDGES, second=EDGES)
-def test_links_can_be_folded_band_after_band(
+def test_components_are_those_of_scipy_also_folded_band_after_band(
     first: list[tuple[int, int]], second: list[tuple[int, int]]
 ) -> None:
     first, second = ([(a, b) for a, b in pairs if a != b] for pairs in (first, second))
     folded = star_links(*components(as_links(first), 41))
     assert len(folded) <= len({x for pair in first for x in pair})
-    assert spelled(*components(np.concatenate((folded, as_links(second))), 41)) == union_find(first + second)
+    documents, bounds = components(np.concatenate((folded, as_links(second))), 41)
+    found = [documents[begin:end].tolist() for begin, end in pairwise(bounds)]
+    assert found == sorted(map(sorted, found))
+    labels = {document: members[0] for members in found for document in members[1:]}
+    assert labels == expected_labels(as_links(first + second), 41)
 
 
 @given(a=st.sets(st.integers(0, 30)), b=st.sets(st.integers(0, 30), min_size=1))
@@ -177,21 +159,61 @@ def test_planted_duplicates_are_found_and_nothing_else_goes(unit: str) -> None:
     corpus = plant(made_up_paragraphs(), seed=7, limit=130)
     similarities = similar_pairs(corpus.texts, unit, least=0.3)
     pairs = {pair for pair, similarity in similarities.items() if similarity > config.threshold}
-    wanted, removed = pairs.intersection(corpus.planted), removed_by_the_stages(corpus.texts, config)
+    keys, links = MinHasher(config).keys(corpus.texts), as_links([])
+    for band in np.ascontiguousarray(keys.T):
+        links = star_links(*components(np.concatenate((links, links_of_band(band))), len(corpus.texts)))
+    documents, bounds = components(links, len(corpus.texts))
+    removed = {
+        duplicate.document
+        for a, b in pairwise(bounds)
+        for duplicate in duplicates_in(documents[a:b], keys.__getitem__, corpus.texts.__getitem__, config)
+    }
+    wanted = pairs.intersection(corpus.planted)
     assert len(wanted) > 60
     assert sum(removed.isdisjoint(pair) for pair in wanted) <= 0.02 * len(wanted)
     for document in removed:
         assert any(document in pair and not removed.issuperset(pair) for pair in pairs)
 
 
-def removed_by_the_stages(texts: Sequence[str], config: DedupConfig) -> set[int]:
-    keys = MinHasher(config).keys(texts)
-    links = np.empty((0, 2), np.int64)
-    for band in np.ascontiguousarray(keys.T):
-        links = star_links(*components(np.concatenate((links, links_of_band(band))), len(texts)))
-    documents, bounds = components(links, len(texts))
-    return {
-        duplicate.document
-        for first, last in pairwise(bounds)
-        for duplicate in duplicates_in(documents[first:last], keys.__getitem__, texts.__getitem__, config)
-    }
+def labels_of(files: list[np.ndarray], total: int, of_range: int, most: int) -> dict[int, int]:
+    """Label of each document that is not the first of its component."""
+    bounds = ranges(0, total, of_range)
+    with TemporaryDirectory() as folder:
+        found = label_documents(files, bounds, f"{folder}/x", most)
+        pairs = [found.of(number) for number in range(len(bounds) - 1)]
+        assert all(
+            low <= p[:, 0].min() < high
+            for p, (low, high) in zip(pairs, pairwise(bounds), strict=True)
+            if len(p)
+        )
+        rows = np.concatenate(pairs).tolist()
+    assert len({document for _, document in rows}) == len(rows)
+    return {document: label for label, document in rows}
+
+
+@settings(deadline=None, max_examples=150)
+@given(pairs=EDGES, of_range=st.integers(1, 41), most=st.integers(1, 9))
+def test_labels_are_the_least_documents_of_components(
+    pairs: list[tuple[int, int]], of_range: int, most: int
+) -> None:
+    links = as_links([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
+    files = [part[np.argsort(part[:, 1])] for part in np.array_split(links, 3)]
+    assert labels_of(files, 41, of_range, most) == expected_labels(links, 41)
+
+
+@pytest.mark.parametrize("of_range, most", [(1000, 300), (50_001, 50_001)])
+def test_a_long_shuffled_path_is_one_component(of_range: int, most: int) -> None:
+    """Labels travel through every range, downwards and upwards."""
+    path = np.random.default_rng(1).permutation(50_001)
+    links = np.sort(np.stack((path[:-1], path[1:]), axis=1), axis=1)
+    files = [links[np.argsort(links[:, 1])]]
+    assert labels_of(files, len(path), of_range, most) == dict.fromkeys(range(1, 50_001), 0)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7))
+def test_blocks_are_the_rows_in_order(sizes: list[int], most: int) -> None:
+    rows = np.arange(2 * sum(sizes)).reshape(-1, 2)
+    given_blocks = list(blocks(np.split(rows, np.cumsum(sizes)[:-1]) if sizes else [], most))
+    assert [len(block) for block in given_blocks[:-1]] == [most] * (len(given_blocks) - 1)
+    assert all(0 < len(block) <= most for block in given_blocks)
+    assert np.array_equal(np.concatenate([rows[:0], *given_blocks]), rows)

@@ -1,15 +1,30 @@
-"""Quality rules: each at its limit, their order, and datatrove's verdict where the rules are the same."""
+"""Text is fixed as ftfy does, its language identified, and rules applied, as datatrove applies them."""
 
 import random
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
+from itertools import product
+from types import SimpleNamespace
 
+import ftfy
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters import gopher_quality_filter
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mlm.cli.compose.composition import load_config
-from mlm.corpus.config import DataBuildConfig, FilterConfig
-from mlm.corpus.filter import MEASURES, active_rules, broken_rule
+from mlm.corpus.config import DataBuildConfig, FilterConfig, NormaliseConfig
+from mlm.corpus.filter import (
+    CONFIG,
+    MEASURES,
+    PART,
+    SAMPLE,
+    Cleaner,
+    LanguageFilter,
+    fix_text,
+)
+from mlm.util.errors import UserError
 
 OURS = {
     "gopher_short_doc": "min_words",
@@ -25,8 +40,11 @@ OURS = {
 }
 
 
+OFF = NormaliseConfig(ftfy=False)
+
+
 def verdict(text: str, **limits: float) -> str | None:
-    return broken_rule(text, active_rules(FilterConfig(**limits)))
+    return Cleaner(OFF, FilterConfig(**limits))(text)[1]
 
 
 @pytest.mark.parametrize(
@@ -65,15 +83,15 @@ def test_verdicts_are_those_of_datatrove_where_the_rules_agree(monkeypatch: pyte
     """Both split at white space; no word is punctuation alone, no line empty, no stop word in capitals."""
     monkeypatch.setattr(gopher_quality_filter, "split_into_words", lambda text, language: text.split())
     config: DataBuildConfig = load_config("data_build", ["input=i", "out=o", "tokenizer=t", "recipe=gopher"])
-    rules = active_rules(config.filter)
-    del rules["max_duplicate_lines"]  # of another filter of datatrove's
+    # duplicate lines are another filter of datatrove's
+    cleaner = Cleaner(OFF, replace(config.filter, max_duplicate_lines=None))
     theirs, seen = gopher_quality_filter.GopherQualityFilter(), set[str | None]()
     rng = random.Random(0)
     for _ in range(3000):
         text = page(rng)
         result = theirs.filter(Document(text=text, id=""))
         expected = None if result is True else OURS[result[1]]
-        assert broken_rule(text, rules) == expected, text
+        assert cleaner(text) == (text, expected)
         seen.add(expected)
     assert seen == {None, *OURS.values()} - {"max_words"}
 
@@ -90,3 +108,93 @@ def page(rng: random.Random) -> str:
         bullet = rng.choice(["-", "•", ""]) if rng.random() < 0.9 else ""
         lines.append(bullet + line + rng.choice(["", "", "", "…"]))
     return "\n".join(lines)
+
+
+ENGLISH = (
+    "The council voted last night to spend more on schools, although many had asked for new roads instead."
+)
+GERMAN = (
+    "Der Rat beschloss gestern, mehr Geld für Schulen auszugeben, obwohl viele neue Straßen verlangt hatten."
+)
+NO_RULE = FilterConfig(min_tokens=None)
+
+
+def test_text_is_fixed_before_the_rules_are_applied() -> None:
+    assert Cleaner(NormaliseConfig(), FilterConfig(min_words=2))("“one”\u2028two") == ('"one"\ntwo', None)
+
+
+def test_language_is_identified_before_the_rules() -> None:
+    cleaner = Cleaner(NormaliseConfig(languages=("en",)), FilterConfig(min_stop_words=2))
+    assert [cleaner(text)[1] for text in (ENGLISH, GERMAN)] == [None, "language"]
+
+
+def test_language_of_a_long_text_is_identified_at_three_positions() -> None:
+    text, seen = "".join(chr(i % 1000 + 32) for i in range(100_000)), list[str]()
+    is_english = LanguageFilter(["en"], 0.65)
+    is_english.detector = SimpleNamespace(classify=lambda sample: seen.append(sample) or ("en", 1.0))
+    assert is_english(text)
+    assert seen == [text[:SAMPLE] + "\n" + text[50_000 - SAMPLE // 2 :][:SAMPLE] + "\n" + text[-SAMPLE:]]
+
+
+@pytest.mark.parametrize(
+    ("code", "meant"), [("eng", "en"), ("DE", "de"), ("french", "fr"), ("qqq", "name some of ace, af")]
+)
+def test_unknown_language_names_the_nearest(code: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"normalise\.languages=\[{code}\].*{meant}"):
+        Cleaner(NormaliseConfig(languages=(code,)), NO_RULE)
+
+
+def test_detector_is_not_loaded_unless_languages_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    assert Cleaner(OFF, NO_RULE)(GERMAN) == (GERMAN, None)
+
+
+# letters that ftfy looks at, beside any others
+TRICKY = "“”‘’–—…\n\r\t\x0c\x00\x85\u2028\u2029 &<;#'\"!~%aeÃ¢â‚¬œ™éﬁＡ，\u0301\xa0\xad\ufeff\x1b[0m"
+
+
+@settings(deadline=None)  # the first call loads ftfy's tables
+@given(st.text(st.sampled_from(TRICKY) | st.characters(codec="utf-8"), max_size=40))
+@example("â€œone\n“two” – three…\nfour’s")
+@example("&lt;\n<\n&lt;")
+@example("“" * 5 + "Ã©\n" + "é\r\n")
+def test_fixed_text_equals_that_of_ftfy(text: str) -> None:
+    assert fix_text(text) == ftfy.fix_text(text, CONFIG)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_every_short_run_of_letters_of_mojibake_is_what_ftfy_makes_of_it(length: int) -> None:
+    for letters in product("“”‘’–—…Ãâ€Ðé\xa0 a", repeat=length):
+        text = "".join(letters)
+        assert fix_text(text) == ftfy.fix_text(text, CONFIG)
+
+
+def test_markup_far_on_in_a_line_keeps_its_entities() -> None:
+    line = "a &amp; b " + "word " * PART + "<p>"
+    assert fix_text(line) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("“quotes” and ‘quotes’ – not dashes…", "\"quotes\" and 'quotes' – not dashes…"),
+        ("schÃ¶n", "schön"),
+        ("one\r\ntwo\rthree\u2028four", "one\ntwo\nthree\nfour"),
+        ("ﬁnal\x00", "final"),
+        ("e\u0301", "é"),
+        ("a &amp; b", "a & b"),
+        ("<p>a &amp; b", "<p>a &amp; b"),
+        ("\tif x:\n\t\treturn  1\n", "\tif x:\n\t\treturn  1\n"),
+        ("这是，测试！", "这是，测试！"),
+    ],
+)
+def test_text_is_fixed_and_code_is_unchanged(text: str, expected: str) -> None:
+    assert fix_text(text) == expected
+
+
+@pytest.mark.parametrize("unit", ["a" * PART, "ab cd", "\u0301", "word " * 999])
+def test_long_line_is_fixed_in_pieces_that_make_it_up(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, pieces = "é" + unit * (3 * PART // len(unit) + 1), list[str]()
+    monkeypatch.setattr(ftfy, "fix_text", lambda piece, config: pieces.append(piece) or piece)
+    assert fix_text(line) == "".join(pieces) == line
+    assert max(map(len, pieces)) <= PART

@@ -16,7 +16,7 @@ from mlm.data.receipt import MARKER, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.ownership import claim_folder
-from tests.corpus.texts import build, documents, plain, small_tokenizer, write_jsonl
+from tests.corpus.texts import build, documents, interrupted, plain, small_tokenizer, write_jsonl
 from tests.megatron_core import megatron_core
 
 U16, I32 = np.dtype("<u2"), np.dtype("<i4")
@@ -128,7 +128,7 @@ def test_corpora_that_do_not_belong_together_are_rejected(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"with and .*without differ in append_eod"):
         merge_corpora([str(tmp_path / "with"), str(tmp_path / "without")], str(tmp_path / "out"))
     write_pair(tmp_path / "without/extra", GPT)
-    with pytest.raises(UserError, match="holds extra beside its parts"):
+    with pytest.raises(UserError, match="holds extra next to its parts"):
         merge_corpora([str(tmp_path / "without")] * 2, str(tmp_path / "out"))
     with open(tmp_path / "with/train.bin", "r+b") as f:
         f.write(b"\x01")
@@ -137,18 +137,10 @@ def test_corpora_that_do_not_belong_together_are_rejected(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("out/*.bin"))
 
 
-def test_corpus_that_is_there_is_not_replaced_and_a_killed_merge_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corpus_that_is_there_is_not_replaced_and_a_killed_merge_is_written_again(tmp_path: Path) -> None:
     pair, out = str(write_pair(tmp_path / "a", GPT)), str(tmp_path / "out")
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mlm.corpus.recombine.add_row", stop)
-        with pytest.raises(KeyboardInterrupt):
-            merge_corpora([pair, pair], out)
+    with interrupted("mlm.corpus.recombine.add_row"):
+        merge_corpora([pair, pair], out)
     split_corpus(pair, out, "1")
     assert files(tmp_path / "out/train") == files(Path(pair))
     with pytest.raises(UserError, match="holds a corpus: set another out="):
@@ -180,17 +172,11 @@ def test_what_a_killed_command_wrote_is_deleted_and_nothing_else(tmp_path: Path)
     )
 
 
-def test_an_interrupted_build_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_is_not_written_over(tmp_path: Path) -> None:
     pair = str(write_pair(tmp_path / "a", GPT))
     config = plain(write_jsonl(tmp_path / "t.jsonl", ["one"]))
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mlm.corpus.build.publish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build(config)
+    with interrupted("mlm.corpus.build.publish"):
+        build(config)
     with pytest.raises(
         UserError, match="holds an interrupted `mlm data build`: finish it, or set another out="
     ):
@@ -214,25 +200,15 @@ def test_a_build_replaces_no_corpus_that_has_no_receipt(tmp_path: Path) -> None:
     assert files(Path(config.out, "train")) == files(pair)
 
 
-def test_parts_of_a_build_killed_while_it_published_do_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_build_killed_while_it_published_do_not_stay(tmp_path: Path) -> None:
     """Nor does its marker, where it was killed after the receipt."""
     config = plain(write_jsonl(tmp_path / "t.jsonl", [f"text {i}" for i in range(40)]))
     three, out = replace(config, split="0.6/0.2/0.2"), Path(config.out)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mlm.corpus.build.write_receipt", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build(three)
+    with interrupted("mlm.corpus.build.write_receipt"):
+        build(three)
     assert (out / "test.idx").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr("mlm.corpus.build.summary", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build(config)
+    with interrupted("mlm.corpus.build.summary"):
+        build(config)
     build(config)
     assert sorted(path.name for path in out.glob("*.idx")) == ["train.idx"]
     assert not (out / MARKER).exists()

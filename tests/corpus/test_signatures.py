@@ -1,12 +1,19 @@
-"""Signatures against what is proved of MinHash: slots agree with probability J, bands with J**rows."""
+"""Shingles against n-grams spelled out; signatures against what is proved of MinHash: slots agree with
+probability J, bands with J**rows.
+"""
 
 import math
+import string
+import unicodedata
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlm.corpus.config import DedupConfig
-from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, MinHasher, Slots
+from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, MinHasher, Unit, flat_shingles, shingles
 
 CONFIG = DedupConfig(bands=42, rows=6)
 RNG_SEED = 20190917
@@ -18,14 +25,11 @@ def agreement(common: int, union: int, trials: int, config: DedupConfig = CONFIG
     rng = np.random.default_rng(RNG_SEED)
     sets = rng.integers(0, 2**64, (trials, union), dtype=np.uint64)
     middle = common + (union - common) // 2
-    a = slots_of(config, sets[:, :middle])
-    b = slots_of(config, np.concatenate((sets[:, :common], sets[:, middle:]), axis=1))
+    pairs = sets[:, :middle], np.concatenate((sets[:, :common], sets[:, middle:]), axis=1)
+    a, b = (
+        MinHasher(config).slots(part.reshape(-1), np.arange(trials + 1) * part.shape[1]) for part in pairs
+    )
     return (a == b).reshape(trials, config.bands, config.rows)
-
-
-def slots_of(config: DedupConfig, sets: np.ndarray) -> Slots:
-    offsets = np.arange(len(sets) + 1) * sets.shape[1]
-    return MinHasher(config).slots(sets.reshape(-1), offsets)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,66 @@ def test_keys_of_this_version_stay_what_they_are() -> None:
     texts = ["five words make one shingle", "Großes Haus, naïve Zeit"]
     keys = MinHasher(DedupConfig(bands=2, rows=3)).keys(texts)
     assert keys.tolist() == GOLDEN
+
+
+UNITS: tuple[Unit, ...] = ("word", "character")
+WORDS = st.sampled_from(["a", "b", "the", "straße", "STRASSE", "naïve", "x" * 40, "y" * 9, "日本語", "İ"])
+GAPS = st.sampled_from([" ", "  ", "\n\n", ", ", " — ", "-", "\x00", "\u3000", "…"])
+MIXED = st.lists(st.tuples(WORDS, GAPS), max_size=30).map(lambda pairs: "".join(map("".join, pairs)))
+TEXTS = st.one_of(st.text(), st.text(string.printable), MIXED)  # st.text() draws from all of Unicode
+
+
+def spelled(text: str, ngram: int, unit: Unit) -> set[tuple[str, ...]]:
+    """The n-grams of a text by the definition of minhash.py, a character at a time."""
+    letters = "".join(
+        c if c.isalnum() or c == "_" or unicodedata.category(c).startswith("M") else " "
+        for c in text.casefold()
+    )
+    units = letters.split() if unit == "word" else list(" ".join(letters.split()))
+    if not units:
+        return set()
+    return {tuple(units[i : i + ngram]) for i in range(max(1, len(units) - ngram + 1))}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@settings(deadline=None)
+@given(a=TEXTS, b=TEXTS, ngram=st.integers(1, 7))
+def test_shingles_of_two_texts_overlap_as_their_ngrams_do(unit: Unit, a: str, b: str, ngram: int) -> None:
+    one, other = (set(shingles(text, ngram=ngram, unit=unit).tolist()) for text in (a, b))
+    expected_one, expected_other = (spelled(text, ngram, unit) for text in (a, b))
+    assert len(one) == len(expected_one)
+    assert len(one & other) == len(expected_one & expected_other)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@settings(deadline=None)
+@given(texts=st.lists(TEXTS, max_size=6), ngram=st.integers(1, 7))
+def test_texts_together_have_the_shingles_each_has_alone(unit: Unit, texts: list[str], ngram: int) -> None:
+    flat, offsets = flat_shingles(texts, ngram=ngram, unit=unit)
+    together = [set(flat[begin:end].tolist()) for begin, end in pairwise(offsets)]
+    assert together == [set(shingles(text, ngram=ngram, unit=unit).tolist()) for text in texts]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("text", ["", " \n", "?!… —", "\ud800"])
+def test_a_text_without_words_has_no_shingles(unit: Unit, text: str) -> None:
+    assert len(shingles(text, ngram=5, unit=unit)) == 0
+
+
+def test_half_a_million_words_that_are_alike_do_not_collide() -> None:
+    text = " ".join(map(str, range(500_000)))  # digits: bytes that differ in a few bits
+    assert len(shingles(text, ngram=1, unit="word")) == 500_000
+    assert len(shingles(text, ngram=2, unit="word")) == 499_999
+
+
+def test_words_of_any_length_that_differ_in_one_byte_differ() -> None:
+    long = [f"{'a' * i}b{'a' * (length - i - 1)}" for length in range(1, 80) for i in range(length)]
+    assert len(shingles(" ".join(long), ngram=1, unit="word")) == len(long)
+
+
+def test_each_bit_of_a_shingle_is_set_in_half_of_them() -> None:
+    """Even where all shingles hold the same words, in another order."""
+    texts = [" ".join(order) for order in permutations(["to", "be", "or", "not", "that", "is", "question"])]
+    flat, _ = flat_shingles(texts, ngram=7, unit="word")
+    shares = np.array([np.mean(flat >> np.uint64(bit) & np.uint64(1)) for bit in range(64)])
+    assert np.all(np.abs(shares - 0.5) < 5 * 0.5 / len(flat) ** 0.5)

@@ -10,11 +10,9 @@ import pytest
 from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import search
 from mlm.util.errors import UserError
-from tests.corpus.texts import plain, quiet, write_jsonl
+from tests.corpus.texts import TEXTS, plain, quiet, write_jsonl
 from tests.slow import slow_but
 from tests.stores import BUCKET, Store, serve
-
-TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
 
 
 @pytest.fixture(scope="module")

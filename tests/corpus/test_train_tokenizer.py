@@ -62,6 +62,7 @@ def test_wordpiece_is_trained_where_asked(tmp_path: Path) -> None:
     lower = made(tmp_path / "a.jsonl", tmp_path / "lower", kind="wordpiece")
     assert cased.decode(cased.encode("The Cat")) == "The Cat"
     assert lower.decode(lower.encode("The Cat")) == "the cat"
+    assert [lower.id_of(name) for name in BERT_SPECIAL] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", ""])

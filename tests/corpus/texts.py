@@ -3,11 +3,13 @@
 import io
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +22,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.util.terminal import Screen
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
 
 
 def words(rng: random.Random, count: int) -> list[str]:
@@ -51,7 +54,7 @@ def build(config: DataBuildConfig) -> Receipt:
 
 def keep_work(patch: pytest.MonkeyPatch) -> None:
     """Leave the files between the stages of a build where they are."""
-    patch.setattr("mlm.corpus.build.delete_work", lambda config: None)
+    patch.setattr("mlm.corpus.build.delete_owned", lambda *_, **__: None)
 
 
 def small_tokenizer(folder: Path) -> Path:
@@ -90,6 +93,15 @@ def thorough(source: Path, **changes: Any) -> DataBuildConfig:
         decontaminate=DecontaminateConfig(against=(str(against),), margin=10, min_piece=20),
     )
     return replace(config, **changes)
+
+
+@contextmanager
+def interrupted(at: str) -> Iterator[None]:
+    """Within, Ctrl-C comes as a function is called, and ends what was begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def documents(prefix: Path) -> list[str]:

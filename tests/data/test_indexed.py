@@ -13,30 +13,16 @@ from tests.data.corpora import write_corpus
 DOCUMENTS = [[1, 2, 3], [], [7], [500, 600]]
 
 
-def hand_made_index(dtype_code: int = 8, itemsize: int = 2) -> bytes:
+def hand_made_index() -> bytes:
     """The .idx of DOCUMENTS, packed by hand from Megatron's layout."""
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, dtype_code, 4, 5)
-    pointers = [0, 3 * itemsize, 3 * itemsize, 4 * itemsize]
-    return head + struct.pack("<4i4q5q", 3, 0, 1, 2, *pointers, 0, 1, 2, 3, 4)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 5)
+    return head + struct.pack("<4i4q5q", 3, 0, 1, 2, 0, 6, 6, 8, 0, 1, 2, 3, 4)
 
 
 def test_writer_makes_megatrons_bytes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
     assert (tmp_path / "c.idx").read_bytes() == hand_made_index()
     assert (tmp_path / "c.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 7, 500, 600)
-
-
-@pytest.mark.parametrize("code", [code for code, dtype in DTYPES.items() if dtype.kind != "f"])
-def test_every_token_dtype_survives_a_round_trip(tmp_path: Path, code: int) -> None:
-    documents = [[1, 2, 3], [], [7], [50, 60]]
-    corpus = write_corpus(tmp_path / "c", documents, DTYPES[code])
-    assert corpus.dtype == DTYPES[code]
-    assert [corpus[i].tolist() for i in range(len(corpus))] == documents
-
-
-@pytest.mark.parametrize(("vocab_size", "name"), [(65_499, "uint16"), (65_500, "int32")])
-def test_token_dtype_changes_at_megatrons_vocabulary(vocab_size: int, name: str) -> None:
-    assert token_dtype(vocab_size).name == name
 
 
 def test_max_token_looks_at_the_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,19 +101,6 @@ def test_writer_rejects_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]
     ):
         writer.add_document(tokens)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
-        writer.add_document([1, 2, 3], [3, 0])
-        writer.add_document([], [])
-        writer.add_document([7, 500, 600], [1, 2])
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 4)
-    assert (tmp_path / "c.idx").read_bytes() == head + struct.pack(
-        "<4i4q4q", 3, 0, 1, 2, 0, 6, 6, 8, 0, 2, 2, 4
-    )
-    corpus = IndexedDataset(tmp_path / "c")
-    assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [7, 500, 600]]
 
 
 @pytest.mark.parametrize("kernel", [True, False])

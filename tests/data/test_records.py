@@ -1,4 +1,4 @@
-"""Records of tables: a file of a few kilobytes cannot fill the memory."""
+"""Records of tables, which cannot fill the memory, and rows in the forms of other programs, against TRL's."""
 
 import bz2
 import gzip
@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from pyarrow.parquet import encryption
+from trl.data_utils import extract_prompt, maybe_extract_prompt
 
 from mlm.data import records
 from mlm.data.records import SUFFIXES, read_records
+from mlm.data.row_forms import standard_form
 from mlm.finetune.splits import read_file
 from mlm.util.errors import CorruptFileError, UserError
 from tests.util.special_files import put
@@ -45,13 +47,6 @@ def test_one_message_said_many_times_is_held_once(tmp_path: Path) -> None:
     letters, grown = map(int, done.stdout.split())
     assert letters == 384
     assert grown < 300
-
-
-def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "é"}\n', encoding="utf-16")
-    with pytest.raises(UserError, match=r"a\.jsonl:1: not UTF-8 but UTF-16 \(convert it: iconv -f UTF-16"):
-        list(read_records(path))
 
 
 @pytest.mark.timeout(20)
@@ -201,6 +196,47 @@ def test_forms_of_files_are_read_as_by_datasets(tmp_path: Path, name: str) -> No
     assert [record for _, record in read_records(path)] == wanted.to_list()
 
 
+TEXT = pa.table({"text": ["a"] * 99})
+
+
+def parquet(table: Any) -> bytes:
+    pq.write_table(table, sink := pa.BufferOutputStream())
+    return bytes(sink.getvalue().to_pybytes())
+
+
+HOSTILE: dict[str, tuple[str, bytes, str]] = {
+    "no JSON": ("a.jsonl", LINES + b'{"text"\n', ":4: not a line of JSON"),
+    "no JSON in lines of another name": ("a.json", LINES + b"{", ":4: not a line of JSON"),
+    "no object": ("a.jsonl", LINES + b"[1]\n", ":4: not a JSON object"),
+    "deep": ("a.jsonl", b"[" * 200_000, ":1: nested too deeply"),
+    "many digits": ("a.jsonl", b'{"n": %s}' % (b"1" * 5000), ":1: holds a number of more than 4,300 digits"),
+    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}', r":1: not UTF-8 \(.* at byte 11\)"),
+    "UTF-16": (
+        "a.jsonl", LINES.decode().encode("utf-16"), r":1: not UTF-8 but UTF-16 \(convert it: iconv -f UTF-16"
+    ),
+    "packed and cut": ("a.jsonl.gz", gzip.compress(LINES)[:-9], r" is damaged, .*\(truncated\): replace it"),
+    "no list": ("a.json", b'{"data": 3}', "has no list of objects under 'data'"),
+    "no whole JSON": ("a.json", b'[{"text": "a"}', r"is not JSON \("),
+    "a long cell": ("a.csv", b"a,b\n" + b"a" * (1 << 24) + b"a,b\n", ":2: field larger than"),
+    "more cells": ("a.csv", b"a,b\na, b,1\n", ":2: has 1 more cells than the first line names: quote"),
+    "a table not in UTF-8": ("a.tsv", b"a\tb\n\xff\tb\n", r":2: is not UTF-8 \("),
+    "two columns of a table": ("a.csv", b"text,text\na,b\n", "has two columns 'text': rename one"),
+    "two columns": ("a.parquet", parquet(pa.table([["a"], ["b"]], ["text", "text"])), "two columns 'text'"),
+    "cut": ("a.parquet", parquet(TEXT)[:-9], "is no Parquet file, damaged"),
+    "unknown": ("a.xml", b"<a>", r"is of no known form: give a \.jsonl, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_file_is_an_error_of_one_line_with_its_place(tmp_path: Path, case: str) -> None:
+    name, content, problem = HOSTILE[case]
+    (path := tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{path}.*{problem}") as caught:
+        list(read_records(path))
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, CorruptFileError) == ("damaged" in problem)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2"])
 def test_lines_of_common_archives_need_no_package(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -214,13 +250,113 @@ def test_lines_of_common_archives_need_no_package(
         list(read_records(tmp_path / name))
 
 
-def test_a_file_of_lines_names_the_line_whatever_it_is_called(tmp_path: Path) -> None:
-    (path := tmp_path / "a.json").write_bytes(LINES + b"{")
-    with pytest.raises(UserError, match=r"a\.json:4: not a line of JSON"):
-        list(read_records(path))
+CHAT, PAIRS = ("messages",), ("prompt", "chosen", "rejected")
 
 
-def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
-    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"has two columns 'text': rename one"):
-        list(read_records(tmp_path / "a.parquet"))
+def said(*turns: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn; `system:` begins a system's."""
+    system = [{"role": "system", "content": text[7:]} for text in turns[:1] if text.startswith("system:")]
+    roles = ("user", "assistant") * len(turns)
+    rest = zip(roles, turns[len(system) :], strict=False)
+    return system + [{"role": role, "content": text} for role, text in rest]
+
+
+def answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+OTHERS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    "alpaca": (
+        CHAT,
+        {"instruction": "Add", "input": "1 2", "output": "3", "text": "Below is …"},
+        {"messages": said("Add\n1 2", "3"), "text": "Below is …"},
+    ),
+    "alpaca without an input": (
+        CHAT,
+        {"instruction": "Sing", "input": "", "output": "la", "system": None},
+        {"messages": said("Sing", "la")},
+    ),
+    "alpaca of LLaMA-Factory": (
+        CHAT,
+        {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]], "tools": "[]"},
+        {"messages": said("system:s", "a", "b", "c", "d"), "tools": "[]"},
+    ),
+    "alpaca's pairs of LLaMA-Factory": (
+        PAIRS,
+        {"instruction": "Add", "input": "1 2", "chosen": "3", "rejected": "4"},
+        {"prompt": said("Add\n1 2"), "chosen": answer("3"), "rejected": answer("4")},
+    ),
+    "sharegpt's pairs of LLaMA-Factory": (
+        PAIRS,
+        {
+            "conversations": [{"from": "human", "value": "Hi"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+            "tools": "[]",
+        },
+        {
+            "prompt": [{"from": "human", "value": "Hi"}],
+            "chosen": [{"from": "gpt", "value": "good"}],
+            "rejected": [{"from": "gpt", "value": "bad"}],
+            "tools": "[]",
+        },
+    ),
+    "Orca's pairs": (
+        PAIRS,
+        {"system": "s", "question": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": said("system:s", "q"), "chosen": answer("good"), "rejected": answer("bad")},
+    ),
+    "a text before answers alone": (
+        PAIRS,
+        {"prompt": "q", "chosen": answer("good"), "rejected": answer("bad")},
+        {"prompt": said("q"), "chosen": answer("good"), "rejected": answer("bad")},
+    ),
+    "messages before texts": (
+        PAIRS,
+        {"prompt": said("q"), "chosen": "good", "rejected": "bad"},
+        {"prompt": said("q"), "chosen": answer("good"), "rejected": answer("bad")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_forms_of_other_programs_are_read_as_messages(name: str) -> None:
+    columns, row, wanted = OTHERS[name]
+    found, change = standard_form(row, columns)
+    assert found == wanted
+    assert change
+
+
+@pytest.mark.parametrize("talk", [("q",), ("system:s", "q"), ("a", "b", "q")])
+def test_ultrafeedback_is_read_as_trl_extracts_its_prompt(talk: tuple[str, ...]) -> None:
+    row: dict[str, Any] = {"prompt": "q", "chosen": said(*talk, "good"), "rejected": said(*talk, "bad")}
+    found, change = standard_form(row, PAIRS)
+    assert extract_prompt(found) == maybe_extract_prompt(row)
+    assert change
+
+
+AS_THEY_ARE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "messages beside an instruction": (CHAT, {"messages": said("a", "b"), "instruction": "c", "output": "d"}),
+    "columns of a task": (
+        ("instruction", "chosen", "rejected"),
+        OTHERS["alpaca's pairs of LLaMA-Factory"][1],
+    ),
+    "TRL's pairs": (PAIRS, {"prompt": said("q"), "chosen": answer("a"), "rejected": answer("b"), "id": None}),
+    "TRL's pairs of texts": (PAIRS, {"prompt": "q", "chosen": "a", "rejected": "b", "instruction": "c"}),
+    "a prompt that neither answer holds": (
+        PAIRS,
+        {"prompt": "p", "chosen": said("q", "a"), "rejected": said("q", "b")},
+    ),
+    "whole conversations": (
+        PAIRS,
+        {"chosen": said("q", "a"), "rejected": said("q", "b"), "messages": said("q", "a")},
+    ),
+    "an instruction that is no text": (CHAT, {"instruction": ["a"], "output": "b"}),
+    "a history of no pairs": (CHAT, {"instruction": "a", "output": "b", "history": ["c"]}),
+}
+
+
+@pytest.mark.parametrize("name", AS_THEY_ARE)
+def test_other_rows_stay_as_they_are(name: str) -> None:
+    columns, row = AS_THEY_ARE[name]
+    assert standard_form(row, columns) == (row, "")

@@ -148,7 +148,7 @@ def test_batch_grows_evenly_over_the_samples_of_a_ramp(samples: int) -> None:
     whole, ramp = 16, (4, 4, samples)
     position, sizes = 0, []
     for number in range(40):
-        assert first_of_step(0, number, whole, ramp) == position
+        assert first_of_step(0, number, whole, (), ramp) == position
         theirs = 16 if position >= samples else 4 + 4 * int(position / (samples / 3))
         assert batch_at(position, whole, ramp)[0] == theirs
         sizes.append(theirs)
@@ -158,16 +158,17 @@ def test_batch_grows_evenly_over_the_samples_of_a_ramp(samples: int) -> None:
     assert sizes[-1] == 16
 
 
-def test_samples_of_a_ramp_are_read_once_whatever_dp() -> None:
-    ramp, seen = (4, 4, 50), {}
+def test_samples_of_a_ramp_are_read_once_whatever_dp_and_after_what_is_left_out() -> None:
+    excluded_samples, ramp = ((30, 5), (60, 1)), (4, 4, 50)
+    seen = {}
     for size in (1, 2):
-        place = {"size": size, "pin_memory": False, "ramp": ramp}
+        place = {"size": size, "pin_memory": False, "excluded_samples": excluded_samples, "ramp": ramp}
         ranks = [RankSampler(Numbers(300), 0, 12, 2, rank, **place) for rank in range(size)]  # type: ignore[arg-type]
         seen[size] = [sorted(i for rank in ranks for i in ids(rank.step(n) or [])) for n in range(12)]  # type: ignore[arg-type]
     assert seen[1] == seen[2]
     read = [sample for step in seen[1] for sample in step]
     assert read == sorted(set(read))
-    assert read == list(range(len(read)))
+    assert not {*range(30, 35), 60} & {*read}
     assert {len(step) for step in seen[1]} == {4, 8, 12}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import BertTokenizerFast, GPT2TokenizerFast
@@ -11,6 +12,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import CorruptFileError, UserError
+from tests.data.chats import NAMED, SPECIAL, TEMPLATES, theirs, write_tokenizer
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4
 
@@ -41,11 +43,12 @@ def test_gpt2_files_are_saved_with_their_special_token(tmp_path: Path) -> None:
     assert (added["id"], added["content"], added["special"]) == (1, EOD, True)
 
 
-def test_lengths_set_in_a_file_are_not_applied(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_lengths_and_dropout_set_in_a_file_are_not_applied(tokenizer: Tokenizer, tmp_path: Path) -> None:
     content = json.loads(tokenizer._content)
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["model"]["dropout"] = 0.9
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert len(Tokenizer.load(tmp_path).encode(TEXTS[0])) > 2
+    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
 
 @pytest.mark.parametrize(
@@ -166,20 +169,6 @@ def test_text_that_is_no_vocabulary_is_a_users_mistake(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "train.txt")
 
 
-def test_dropout_set_in_a_file_is_not_applied(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    content = json.loads(tokenizer._content)
-    content["model"]["dropout"] = 0.9
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
-
-
-def test_trained_wordpiece_has_special_tokens_first() -> None:
-    trained = train_wordpiece(lambda: TEXTS, 60)
-    assert [trained._backend.id_to_token(i) for i in range(5)] == list(BERT_SPECIAL)
-    assert trained.vocab_size <= 60
-    assert trained.decode(trained.encode("The cat sat")) == "the cat sat"
-
-
 def test_settings_and_added_tokens_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     """As transformers reads the same folders: add_prefix_space, tokenize_chinese_chars, added_tokens.json."""
     gpt2, bert = tmp_path / "gpt2", tmp_path / "bert"
@@ -199,3 +188,59 @@ def test_settings_and_added_tokens_beside_a_vocabulary_are_kept(tmp_path: Path) 
     (bert / "added_tokens.json").write_text('{"<x>": 9}')
     with pytest.raises(CorruptFileError, match="has id 9, 6 comes next"):
         Tokenizer.load(bert)
+
+
+SAMPLES = ["It's 12345 cats.\n\n they'll", " é漢 \t x", "a  b", "", "the mat. \r\n\r\n\U0001f600"]
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_text_equals_that_of_transformers(tmp_path: Path, style: str) -> None:
+    folder = write_tokenizer(tmp_path, style)
+    ours, other = Tokenizer.load(folder), theirs(folder)
+    for text in SAMPLES:
+        ids = ours.encode(text)
+        assert ids == other.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == other.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_special_tokens_in_a_text_are_tokens_only_when_asked_for(tmp_path: Path, style: str) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, style))
+    text = "".join(SPECIAL[style])
+    assert not tokenizer.special_ids & set(tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)).strip() == text
+    assert set(tokenizer.encode_special(text)) >= tokenizer.special_ids
+
+
+@pytest.mark.parametrize(
+    "files, eod",
+    [
+        ({"config.json": {"eos_token_id": [2, 4]}}, "<|im_end|>"),
+        (
+            {"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [0]}},
+            "<|endoftext|>",
+        ),
+        ({"config.json": {}, "generation_config.json": {"eos_token_id": [2]}}, "<|im_end|>"),
+        ({"config.json": {"eos_token_id": None}}, "<|im_end|>"),
+        (
+            {"config.json": {}, "tokenizer_config.json": {"eos_token": {"content": "<|im_start|>"}}},
+            "<|im_start|>",
+        ),
+        ({"config.json": {}, "tokenizer_config.json": {}}, "<|endoftext|>"),
+        ({}, "<|endoftext|>"),
+    ],
+    ids=["config", "an ordinary token", "generation", "tokenizer", "as an object", "by name", "no model"],
+)
+def test_end_of_document_is_that_of_the_model_folder(
+    tmp_path: Path, files: dict[str, dict[str, Any]], eod: str
+) -> None:
+    """Of the special tokens; ids 0, 1, 2 stand for those of the folder's tokenizer in their order."""
+    folder = write_tokenizer(tmp_path, "qwen2", **NAMED["qwen2"])
+    first = Tokenizer.load(folder).vocab_size - 3
+    for name, values in files.items():
+        ids = values.get("eos_token_id")
+        shifted = [first + id for id in ids] if isinstance(ids, list) else ids
+        (folder / name).write_text(json.dumps({**values, "eos_token_id": shifted}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.name_of(tokenizer.eod_id) == eod
+    assert Tokenizer.load(folder, eod="<|im_start|>").eod_id == first + 1  # what is asked for comes first

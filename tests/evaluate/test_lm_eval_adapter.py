@@ -1,6 +1,9 @@
 """Our checkpoints in lm-eval: the numbers of its own `hf` model."""
 
 import json
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 
 import mlm
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import lm_eval as lm_eval_command
 from mlm.evaluate.zero_shot.sources import EvalTexts
@@ -245,16 +249,60 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     model = MlmLM(ckpt=str(tmp_path), device="cpu")
-    text = EvalTexts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
+    text = EvalTexts(name="x", form="a form", texts=("To be",), locations=("x:1",), digest="xxh3:0")
     article = per_article(text, model.tokenizer, seq_length=9, limit=None)
     assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
 
 
-def test_as_a_rank_of_a_launcher_it_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replicas_share_the_requests_of_one_rank(folder: Path, tmp_path: Path) -> None:
+    """Two ranks of torchrun write the samples of one process, once."""
+    command = ["-m", "mlm.evaluate.lm_eval", "run", "--model", "mlm", "--model_args"]
+    command += [f"ckpt={folder / 'run'},device=cpu", "--tasks", ",".join(TASKS), "--log_samples"]
+    command += ["--include_path", str(folder / "tasks"), "--output_path"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launchers = {"one": [sys.executable], "two": torchrun}
+    found = {}
+    for name, launcher in launchers.items():
+        done = subprocess.run([*launcher, *command, str(tmp_path / name)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        (receipt,) = (tmp_path / name).rglob("results_*.json")
+        samples = sorted((tmp_path / name).rglob("samples_*.jsonl"))
+        found[name] = (
+            json.loads(receipt.read_text())["results"],
+            [[json.loads(line)["resps"] for line in path.read_text().splitlines()] for path in samples],
+        )
+        assert done.stdout.count("|cloze") == 1
+    assert len(found["one"][1]) == len(TASKS)
+    for one, two in zip(*(numbers(*found[name]) for name in launchers), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def numbers(*values: Any) -> list[float]:
+    """All numbers of nested results, in order."""
+    found = list[float]()
+    for value in values:
+        if isinstance(value, dict | list):
+            found += numbers(*(value.values() if isinstance(value, dict) else value))
+        elif isinstance(value, float | int | str):
+            with suppress(ValueError):
+                found.append(float(value))
+    return found
+
+
+def test_ranks_of_several_hosts_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "1"}
+    for key, value in values.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match="start it without a launcher"):
+    with pytest.raises(UserError, match="WORLD_SIZE=2: lm-eval runs on the ranks of one host"):
         settings({"ckpt": str(folder / "run")})
+
+
+def test_ranks_with_other_requests_are_an_error(one_rank: MlmLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, "of another rank"])
+    with pytest.raises(UserError, match="different requests; delete the caches"):
+        one_rank._loglikelihood_tokens([(None, [1], [2])])
 
 
 def test_without_lm_eval_the_command_names_the_extra(
@@ -271,10 +319,7 @@ def test_without_lm_eval_the_command_names_the_extra(
 def test_a_mistake_ends_the_command_with_2_and_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    def cli_evaluate() -> None:
-        MlmLM(ckpt=str(folder / "run"), batch_size=0)
-
-    command = SimpleNamespace(cli_evaluate=cli_evaluate)
+    command = SimpleNamespace(cli_evaluate=lambda: MlmLM(ckpt=str(folder / "run"), batch_size=0))
     monkeypatch.setattr(lm_eval_command, "import_module", lambda name: command)
     assert lm_eval_command.main() == 2
     (line,) = capsys.readouterr().err.splitlines()

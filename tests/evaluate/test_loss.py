@@ -8,8 +8,6 @@ import pytest
 from mlm.cli.compose.composition import load_config
 from mlm.cli.evaluate import loss
 from mlm.cli.evaluate.settings import EvalLossConfig
-from mlm.data.config import DataConfig
-from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
@@ -81,22 +79,13 @@ def test_windows_that_ranks_cannot_split_are_rejected(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "problem"),
-    [
-        (BERT, DataConfig(), "cp=2: model.kind=bert has no attention over sequences that ranks split"),
-        (GPT2, DataConfig(reset_attention=True, eod_id=3), "cp=2: data.reset_attention=true keeps documents"),
-    ],
-    ids=["bert", "documents"],
-)
-def test_models_that_ranks_cannot_split_are_rejected(
-    folder: Path, model: ModelConfig, data: DataConfig, problem: str
-) -> None:
-    trained = PretrainConfig(name="a", out="a", model=model, data=data)
-    (found,) = loss.context_problems(
-        evaluating(folder, "gpt2", parallel=ParallelConfig(cp=2)), trained, seq_length=48
+def test_a_model_that_ranks_cannot_split_is_rejected(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "bert", BERT)
+    parallel = ParallelConfig(cp=2)
+    (problem,) = loss.preflight(
+        evaluating(folder, "bert", ckpt=str(tmp_path / "bert"), seq_length=None, parallel=parallel)
     )
-    assert found.startswith(problem)
+    assert problem.startswith("cp=2: model.kind=bert has no attention over sequences that ranks split")
 
 
 def test_a_validation_set_of_the_run_that_is_not_there_is_elsewhere(

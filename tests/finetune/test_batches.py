@@ -1,15 +1,24 @@
-"""The rows of a step and the micro-batches of a batch: each example once, at any layout."""
+"""The rows of a step and micro-batches of a batch, each example once; the length of a run by its rows."""
 
 import random
 from itertools import chain
+from math import ceil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mlm.finetune.batches import Batcher, Order, TaskBatch
+from mlm.cli import main
+from mlm.finetune.batches import Batcher, ExampleOrder, TaskBatch
+from mlm.finetune.config import FinetuneConfig, FinetuneTrainConfig
 from mlm.finetune.examples import Example, InputText
+from mlm.finetune.inputs import fit_length
 from mlm.finetune.packing import Packer
 from mlm.parallel.config import IGNORE_INDEX
+from tests.finetune.chats import write_chats, write_llama
+from tests.finetune.material import shipped
+from tests.finetune.runs import read
 
 
 def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:
@@ -25,7 +34,7 @@ def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) ->
 
 @pytest.mark.parametrize("count, batch_size, sort_batches", [(1, 4, 50), (7, 7, 1), (23, 4, 2), (64, 8, 50)])
 def test_an_epoch_has_each_example_once(count: int, batch_size: int, sort_batches: int) -> None:
-    order = Order(examples_of(count), batch_size=batch_size, sort_batches=sort_batches, seed=3)
+    order = ExampleOrder(examples_of(count), batch_size=batch_size, sort_batches=sort_batches, seed=3)
     steps = order.steps_per_epoch
     assert steps == -(-count // batch_size)
     for epoch in range(3):
@@ -37,7 +46,7 @@ def test_an_epoch_has_each_example_once(count: int, batch_size: int, sort_batche
 def test_epochs_and_seeds_have_other_orders() -> None:
     orders = [
         [order.batch(n).tolist() for n in range(first, first + 6)]
-        for order in (Order(examples_of(23), batch_size=4, sort_batches=2, seed=s) for s in (1, 2))
+        for order in (ExampleOrder(examples_of(23), batch_size=4, sort_batches=2, seed=s) for s in (1, 2))
         for first in (0, 6)
     ]
     assert all(orders.count(order) == 1 for order in orders)
@@ -47,7 +56,7 @@ def test_texts_of_a_batch_are_about_as_long() -> None:
     examples = examples_of(400)
     waste = {}
     for sort_batches in (1, 50):
-        order = Order(examples, batch_size=8, sort_batches=sort_batches, seed=0)
+        order = ExampleOrder(examples, batch_size=8, sort_batches=sort_batches, seed=0)
         batches = [[len(examples[n].texts[0]) for n in order.batch(step)] for step in range(50)]
         assert all(lengths == sorted(lengths, reverse=True) for lengths in batches)
         waste[sort_batches] = sum(max(b) * len(b) - sum(b) for b in batches)
@@ -126,3 +135,75 @@ def test_an_evaluation_has_each_example_once(
     assert all(batch.tokens.shape[1] % multiple == 0 for batch in every)
     assert {len(batches) for batches in dealt} == {len(dealt[0])}
     assert len(dealt[0]) % groups_of == 0
+
+
+WARNING = "of training change little"
+ROWS_OF_PAPERS = {"wnli": 635, "rte": 2490, "mrpc": 3668, "stsb": 5749, "cola": 8551}
+"""Training rows of the smallest tasks of GLUE."""
+
+
+def fitted(task: str, rows: int, **train: Any) -> FinetuneTrainConfig:
+    settings = FinetuneTrainConfig(**train)
+    config = FinetuneConfig(name="n", out="o", ckpt="c", task=shipped(task), train=settings)
+    return fit_length(config, {config.task.train: range(rows)}).train  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "task, rows, epochs, batch",
+    [
+        *(("chat", 1, 50, 4), ("chat", 57, 4, 4), ("chat", 800, 2, 32), ("chat", 1600, 2, 64)),
+        *(("preferences", 100, 2, 4), ("preferences", 1600, 1, 32)),
+    ],
+)
+def test_few_rows_take_smaller_batches_and_then_more_epochs(
+    task: str, rows: int, epochs: int, batch: int
+) -> None:
+    train = fitted(task, rows)
+    assert (train.epochs, train.global_batch_size) == (epochs, batch)
+    assert epochs * ceil(rows / batch) >= 50
+
+
+def test_typed_lengths_are_kept() -> None:
+    train = fitted("chat", 57, epochs=2, global_batch_size=64)
+    assert (train.epochs, train.global_batch_size) == (2, 64)
+    assert fitted("chat", 57, global_batch_size=64).epochs == 50
+    assert fitted("chat", 57, epochs=1).global_batch_size == 4
+
+
+@pytest.mark.parametrize("task", ROWS_OF_PAPERS)
+def test_tasks_of_papers_keep_their_lengths(task: str) -> None:
+    train, recipe = fitted(task, ROWS_OF_PAPERS[task]), shipped(task)
+    assert (train.epochs, train.global_batch_size) == (recipe.epochs, recipe.batch_size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("length")
+    write_llama(folder / "llama")
+    write_chats(folder / "chat", train=57, validation=3)
+    return folder
+
+
+def finetune(folder: Path, out: Path, *words: str) -> int:
+    fixed = [f"data={folder / 'chat'}", f"ckpt={folder / 'llama'}", "dist.device=cpu"]
+    return main(["finetune", "chat", f"out={out}", *fixed, *words])
+
+
+def test_conversations_few_in_number_lower_the_loss(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With lora.rank alone: 60 steps at the rate of adapters; the folder then resumes with these settings."""
+    assert finetune(folder, tmp_path / "out", "lora.rank=8", "optimizer.lr=1e-2") == 0
+    out = capsys.readouterr()
+    assert WARNING not in out.out + out.err
+    assert read(tmp_path / "out/result.json")["steps"] == 60
+    assert finetune(folder, tmp_path / "out", "lora.rank=8", "optimizer.lr=1e-2") == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_training_of_few_steps_is_warned_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train.epochs=2", "train.global_batch_size=64", "optimizer.lr=1e-2"]
+    assert finetune(folder, tmp_path / "out", *words) == 0
+    assert WARNING in " ".join("".join(capsys.readouterr()).split())

@@ -13,7 +13,7 @@ import transformers
 
 from mlm.cli import main
 from mlm.finetune import training
-from mlm.finetune.batches import Order
+from mlm.finetune.batches import ExampleOrder
 from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig, TaskConfig
 from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
@@ -59,7 +59,7 @@ def test_losses_equal_a_plain_loop_of_transformers(folder: Path, kind: str) -> N
         precision=PrecisionConfig(dtype="fp32"),
     )
     result = finetune(config)
-    order = Order(evaluation(config).examples, batch_size=4, sort_batches=1, seed=config.seed)
+    order = ExampleOrder(evaluation(config).examples, batch_size=4, sort_batches=1, seed=config.seed)
     rows = [row["messages"] for row in json_lines(folder / "chat/train.jsonl")]
     tokenizer = theirs(folder / kind)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
@@ -173,9 +173,12 @@ def test_share_held_out_is_that_of_the_decimal_as_typed(tmp_path: Path) -> None:
 def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of both without the rows that cannot be read, where these are to be skipped."""
     file, out = shutil.copy(folder / "chat/train.jsonl", tmp_path / "talks.jsonl"), tmp_path / "out"
+    with open(file, "a") as f:
+        f.write('{"messages": []}\n')
     words = [f"ckpt={folder / 'llama'}", "task.held_out=0.2", "train.epochs=1", "dist.device=cpu"]
-    words += ["train.global_batch_size=8", "optimizer.lr=1e-2"]
+    words += ["train.global_batch_size=8", "optimizer.lr=1e-2", "data.bad_rows=skip"]
     assert main(["finetune", "chat", f"data={file}", f"out={out}", *words]) == 0
     printed = capsys.readouterr().out
     assert f"{file}: 16 of 20 conversations are train" in printed

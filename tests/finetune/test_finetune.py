@@ -170,8 +170,10 @@ def test_classifier_that_predicts_one_label_is_warned_of(
     task, rows = task_of("classification"), [TaskRow(str(n), ("a", "b"), 1) for n in range(3)]
 
     def split_of(rows: list[TaskRow]) -> TaskSplit:
-        places = [""] * len(rows)
-        return TaskSplit(name="x", source="", rows=rows, places=places, digest="xxh3:0", has_labels=True)
+        locations = [""] * len(rows)
+        return TaskSplit(
+            name="x", source="", rows=rows, locations=locations, digest="xxh3:0", has_labels=True
+        )
 
     same = [Prediction(row.id, 1) for row in rows]
     assert one_label_warning(task, split_of(rows), same) is None

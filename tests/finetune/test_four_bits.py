@@ -185,8 +185,11 @@ def test_two_tensor_parallel_ranks_train_the_same(run: Path, folder: Path, tmp_p
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["zero=2"], "lora.quantize=nf4: zero shards plain weights; use zero=0, or lora.quantize=none"),
-        (["compile=true"], "lora.quantize=nf4: torch.compile does not trace it; use compile=false"),
+        (["zero=2"], "lora.quantize=nf4 does not go with zero=2; use lora.quantize=none or zero=0"),
+        (
+            ["compile=true"],
+            "lora.quantize=nf4 does not go with compile=true; use lora.quantize=none or compile=false",
+        ),
         (["tp=4"], "have rows of 32 elements, and blocks are of 64: use a smaller tp, or lora.quantize=none"),
         (["lora.rank=0"], "lora.quantize=nf4: has no effect with lora.rank=0"),
     ],

@@ -184,6 +184,18 @@ def test_texts_of_which_nothing_counts_are_scored_as_the_official_scripts_do(
     assert score_span(shipped(name), [right], value) == (f1, exact)
 
 
+def test_answers_have_the_standard_errors_of_lm_eval(tmp_path: Path) -> None:
+    task, theirs = shipped("squad_v2"), pytest.importorskip("lm_eval.api.metrics").mean_stderr
+    none = SQUAD | {"answers": {"text": [], "answer_start": []}}
+    split = split_of(tmp_path, task, [row | {"id": f"q{n}"} for n, row in enumerate([SQUAD, SQUAD, none])])
+    predictions = [Prediction(f"q{n}", text) for n, text in enumerate(["cat", "", ""])]
+    errors = SPAN.standard_errors(task, split.rows, predictions)
+    assert errors.pop("no_answer_f1", None) is errors.pop("no_answer_exact_match", None) is None  # of one
+    right = theirs([1.0, 0.0, 1.0])
+    assert errors.pop("has_answer_f1") == errors.pop("has_answer_exact_match") == theirs([1.0, 0.0])
+    assert errors == {"f1": pytest.approx(right), "exact_match": pytest.approx(right)}
+
+
 def test_a_record_of_validations_keeps_which_metric_decides() -> None:
     """JSON of checkpoints sorts names."""
     progress = Progress()

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from mlm.convert.huggingface.families import mapping_of_kind
-from mlm.finetune.batches import TaskBatch, mask_labels, stack_labels
+from mlm.finetune.batches import TaskBatch, stack_labels
 from mlm.finetune.examples import Example
 from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning
@@ -141,7 +141,8 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> 
 def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     """A micro-batch that only fills up has no loss, no gradient, and counts for nothing."""
     batch = batch_of(kind, "Bert")
-    batch = replace(batch, labels=mask_labels(batch.labels))
+    unscored = np.nan if kind == "regression" else IGNORE_INDEX
+    batch = replace(batch, labels=torch.full_like(batch.labels, unscored))
     config = replace(BERT, head=HEADS[kind][1], num_labels=HEADS[kind][2])
     model = family_of("bert").model(config, tp=ONE, dtype=torch.float64).double()
     torch.nn.init.normal_(model.classifier.weight)

@@ -43,8 +43,8 @@ def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str)
     assert list(found.rows) == list(wanted.rows)
     assert found.digest == wanted.digest
     assert found.has_labels
-    assert len(found.places) == 2
-    assert found.places[1].startswith(f"{tmp_path / name}:")
+    assert len(found.locations) == 2
+    assert found.locations[1].startswith(f"{tmp_path / name}:")
 
 
 def test_rows_of_a_split_are_those_of_all_its_files(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_race_as_published(tmp_path: Path, name: str, ids: list[str]) -> None:
     assert [row.id for row in split.rows] == ids
     assert [row.label for row in split.rows[:2]] == [0, 3]
     assert split.rows[0].texts == ("A cat sat .", "Who sat ?")
-    assert split.places[1].endswith("7.txt:question 2")
+    assert split.locations[1].endswith("7.txt:question 2")
 
 
 def test_race_of_one_file_leaves_out_the_other_school(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_squad_as_published(tmp_path: Path) -> None:
     (tmp_path / "dev-v2.0.json").write_text(json.dumps(content))
     split = read_split(shipped("squad_v2"), "validation", path=str(tmp_path))
     assert [(row.id, row.label) for row in split.rows] == [("q1", (("cat", 8),)), ("q2", ())]
-    assert split.places[1].endswith("dev-v2.0.json:article 1 paragraph 1 question 2")
+    assert split.locations[1].endswith("dev-v2.0.json:article 1 paragraph 1 question 2")
 
 
 def test_a_question_without_answers_needs_no_is_impossible(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_hub_is_read_by_name_and_configuration(tmp_path: Path, monkeypatch: pyte
     found = read_split(shipped("sst2"), "validation", path=None)
     assert calls == [("hf://datasets/nyu-mll/glue", "sst2")]
     assert found.digest == split_of(tmp_path / "local", shipped("sst2"), rows, name="validation").digest
-    assert found.places[1] == "nyu-mll/glue sst2 validation row 2"
+    assert found.locations[1] == "nyu-mll/glue sst2 validation row 2"
     assert found.source == "nyu-mll/glue sst2"
 
 

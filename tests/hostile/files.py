@@ -10,12 +10,11 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from mlm.checkpoint.native.columns import Chunk, columns_of, encode_columns
@@ -46,11 +45,6 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.marker),)
-
-
-def one_in_four(cases: Iterable[str]) -> list[Any]:
-    """Mark all cases but every fourth as slow."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, case in enumerate(cases)]
 
 
 def payloads(marker: Path) -> dict[str, bytes]:

@@ -24,6 +24,7 @@ from mlm.cli.ckpt import verify as ckpt_verify
 from mlm.cli.ckpt.settings import CkptInspectConfig, CkptVerifyConfig
 from mlm.config.build import to_dict
 from mlm.convert.huggingface.gpt2 import locations
+from mlm.convert.locations import foreign_tensors
 from mlm.data.config import DataConfig
 from mlm.inference.trained import load_trained, open_for_layout
 from mlm.models.config import ModelConfig
@@ -36,7 +37,6 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError, escape_controls
 from tests.checkpoint.native.helpers import edit_manifest, save
-from tests.hostile.files import one_in_four
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
 from tests.slow import thinned
 
@@ -170,7 +170,7 @@ def test_a_manifest_that_was_signed_again_is_no_manifest(
     check(lambda: build(mine), capfd)
 
 
-@pytest.mark.parametrize("case", one_in_four(SETTINGS))
+@pytest.mark.parametrize("case", thinned(SETTINGS, 4))
 def test_no_model_is_built_of_settings_that_are_not_of_the_tensors(
     mine: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
@@ -195,12 +195,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 as transformers saves it."""
     place = tmp_path_factory.mktemp("theirs") / "gpt2"
     place.mkdir()
-    shapes = parameters(MODEL)
-    tensors = {
-        theirs: torch.full(there.shape(shapes[ours].shape), 0.01)
-        for ours, there in locations(MODEL)
-        for theirs in there.names
-    }
+    stored = foreign_tensors(locations(MODEL), parameters(MODEL))
+    tensors = {name: torch.full(tensor.shape, 0.01) for name, tensor in stored.items()}
     write_shard_file(place / "model.safetensors", tensors, "x")
     settings = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 8, "vocab_size": 61}
     (place / "config.json").write_text(json.dumps({"model_type": "gpt2"} | settings))

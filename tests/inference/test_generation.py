@@ -118,28 +118,25 @@ def test_each_token_is_drawn_from_the_logits_of_transformers_at_its_place(
         assert new == [choose(row, chance, DRAWN) for row, chance in zip(logits, chances, strict=True)]
 
 
-def assert_windows(model: GPT2LMHeadModel, prompt: list[int], new: list[int]) -> None:
-    """Each new token is transformers' most probable one after the context that the rule for a full one says:
-    from the newest half of MOST on, until there are MOST again."""
-    text, start, done = prompt + new, max(0, len(prompt) - MOST), len(prompt)
-    while done < len(text):
-        if done - start > MOST:
-            start = done - MOST // 2
-        end = min(start + MOST + 1, len(text))
-        with torch.no_grad():
-            best = model(torch.tensor([text[start : end - 1]])).logits[0].argmax(-1).tolist()
-        assert best[done - start - 1 :] == text[done:end]
-        done = end
-
-
 def test_a_full_context_is_halved_and_continues(model: GPT2LMHeadModel, trained: LoadedModel) -> None:
-    """Rows fill up at different steps; the last prompt is longer than the model reads."""
+    """Rows fill up at different steps; the last prompt is longer than the model reads.
+
+    Each new token is transformers' most probable one after the newest half of MOST, until there are MOST.
+    """
     texts = [*prompts(), [token for prompt in prompts() for token in prompt] * 2]
     assert len(texts[-1]) > MOST
     got = ours(trained, Sampling(temperature=0.0, max_new_tokens=80, batch_size=4), texts)
     assert [len(new) for new in got] == [80] * len(texts)
-    for text, new in zip(texts, got, strict=True):
-        assert_windows(model, text, new)
+    for prompt, new in zip(texts, got, strict=True):
+        text, start, done = prompt + new, max(0, len(prompt) - MOST), len(prompt)
+        while done < len(text):
+            if done - start > MOST:
+                start = done - MOST // 2
+            end = min(start + MOST + 1, len(text))
+            with torch.no_grad():
+                best = model(torch.tensor([text[start : end - 1]])).logits[0].argmax(-1).tolist()
+            assert best[done - start - 1 :] == text[done:end]
+            done = end
 
 
 def test_a_text_ends_before_its_end_token(trained: LoadedModel) -> None:

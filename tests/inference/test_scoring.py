@@ -193,34 +193,20 @@ def test_a_loss_that_is_not_finite_names_request_and_checkpoint(reference: Refer
 # ----- scores that a stopped run leaves on disk, and the next run reads
 
 
-def stop_after(count: int) -> Callable[[int], None]:
-    """Ctrl-C when that many requests are done."""
-    done = 0
-
-    def advance(more: int) -> None:
-        nonlocal done
-        done += more
-        if done >= count:
-            raise KeyboardInterrupt
-
-    return advance
-
-
 @pytest.fixture
 def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scores of a run stopped after about half of the requests, one text per micro-batch."""
     monkeypatch.setattr(scoring, "CPU_TOKENS", 1)
-    kept = tmp_path / "kept.jsonl"
+    kept, done = tmp_path / "kept.jsonl", list[int]()
+
+    def interrupt(count: int) -> None:
+        done.append(count)
+        if sum(done) >= 15:
+            raise KeyboardInterrupt
+
+    requests, settings = random_requests(reference[0]), {"kept": kept, "identity": "one"}
     with pytest.raises(KeyboardInterrupt):
-        score(
-            load(reference[1]),
-            random_requests(reference[0]),
-            batch_size=1,
-            ctx=ALONE,
-            kept=kept,
-            identity="one",
-            advance=stop_after(15),
-        )
+        score(load(reference[1]), requests, batch_size=1, ctx=ALONE, advance=interrupt, **settings)  # type: ignore[arg-type]
     return kept
 
 

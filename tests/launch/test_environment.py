@@ -1,19 +1,22 @@
-"""Places of ranks, read from made-up environments of torchrun and SLURM."""
+"""Places of ranks in environments of torchrun and SLURM, and GPUs of a host, with torch or without."""
 
 import os
 import pty
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from mlm.launch.config import DistConfig
+from mlm.launch.devices import count_gpus, device_kind
 from mlm.launch.environment import (
-    RankPlace,
+    RankPosition,
     first_host,
     num_threads,
-    place_variables,
-    read_rank_place,
+    position_variables,
+    read_rank_position,
     worker_environment,
 )
 from mlm.util.errors import UserError
@@ -32,8 +35,8 @@ STEP = {
 
 
 def test_srun_task_has_its_place() -> None:
-    place = read_rank_place({**STEP, "SLURM_CPUS_PER_TASK": "12"})
-    assert place == RankPlace(
+    place = read_rank_position({**STEP, "SLURM_CPUS_PER_TASK": "12"})
+    assert place == RankPosition(
         rank=17,
         world_size=512,
         local_rank=1,
@@ -45,7 +48,7 @@ def test_srun_task_has_its_place() -> None:
         job="77.0",
     )
     uneven = {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4,8(x61)", "SLURM_STEP_ID": "1"}
-    other = read_rank_place({**STEP, **uneven})
+    other = read_rank_position({**STEP, **uneven})
     assert other is not None
     assert other.local_world_size == 4
     assert other.master_port != place.master_port  # steps of a job may share a host
@@ -53,8 +56,8 @@ def test_srun_task_has_its_place() -> None:
 
 def test_torchrun_wins_over_slurm() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "9", "LOCAL_RANK": "1"}
-    place = read_rank_place({**STEP, **torchrun, "LOCAL_WORLD_SIZE": "4"})
-    assert place == RankPlace(
+    place = read_rank_position({**STEP, **torchrun, "LOCAL_WORLD_SIZE": "4"})
+    assert place == RankPosition(
         rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="h", master_port=9
     )
 
@@ -70,7 +73,7 @@ def test_torchrun_wins_over_slurm() -> None:
     ],
 )
 def test_shell_in_an_allocation_is_no_rank(environ: dict[str, str]) -> None:
-    assert read_rank_place(environ) is None
+    assert read_rank_position(environ) is None
 
 
 @pytest.mark.parametrize("inherited", [{"SLURM_PTY_PORT": "34889"}, {"SLURM_JOB_NAME": "bash"}])
@@ -79,7 +82,8 @@ def test_a_shell_of_srun_pty_starts_plainly_and_ranks_started_from_it_are_ranks(
 ) -> None:
     """The variables are those of `srun --pty --ntasks=512 bash` of SLURM; that shell alone has a terminal."""
     environ = repr({**STEP, **inherited})
-    look = f"from mlm.launch.environment import read_rank_place; print(read_rank_place({environ}) is None)"
+    imports = "from mlm.launch.environment import read_rank_position"
+    look = f"{imports}; print(read_rank_position({environ}) is None)"
     assert "True" in in_terminal([sys.executable, "-c", look])
     assert subprocess.check_output([sys.executable, "-c", look], start_new_session=True) == b"False\n"
 
@@ -133,7 +137,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "
 )
 def test_impossible_position_is_a_user_error(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        read_rank_place(environ)
+        read_rank_position(environ)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_threads_are_shared_unless_set(wanted: int | None, typed: str, expected:
 def test_settings_of_the_user_reach_a_launched_rank() -> None:
     ours = worker_environment({"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "64"}, threads=3)
     assert "GLOO_SOCKET_IFNAME" not in ours
-    place = place_variables(RankPlace(0, 2, 0, 2, "localhost", 1))
+    place = position_variables(RankPosition(0, 2, 0, 2, "localhost", 1))
     assert num_threads(None, {**place, **ours}, cores=8, local_ranks=2) == 3
 
 
@@ -158,3 +162,46 @@ def test_launched_rank_imports_what_the_command_imports(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "path", ["/lib/a", "", "/lib/b"])
     expected = f"{os.path.realpath('/lib/a')}:{os.getcwd()}:{os.path.realpath('/lib/b')}"
     assert worker_environment({}, threads=1)["PYTHONPATH"] == expected
+
+
+FOUND = """
+import sys
+from mlm.launch import devices
+devices.DRIVER = sys.argv[1]
+print(devices._may_have_gpus(), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "expected"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None", "libc.so.6", False),
+        ("cuda = None\nrocm = '6.4'", "libc.so.6", False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", "none.so", True),  # ROCm: torch is asked
+        ("cuda = '13.0'\nhip = None", "none.so", False),  # a host without the driver
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "libc.so.6", True),
+    ],
+)
+def test_torch_is_asked_where_its_build_and_the_host_may_have_gpus(
+    tmp_path: Path, version: str, driver: str, expected: bool
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text(f"from typing import Optional\n\n{version}\n")
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", FOUND, driver], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(expected), "False"]
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_auto_is_cuda_where_torch_sees_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    assert device_kind(DistConfig(device="cpu")) == "cpu"
+    assert device_kind(DistConfig()) == ("cuda" if gpus else "cpu")
+    assert count_gpus() == gpus
+    if not gpus:
+        with pytest.raises(UserError, match=r"dist\.device=cuda"):
+            device_kind(DistConfig(device="cuda"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlm.launch import network
-from mlm.launch.environment import RankPlace
+from mlm.launch.environment import RankPosition
 from mlm.launch.network import check_addresses, check_interface
 from mlm.util.errors import UserError
 from tests.launch.conftest import ROOT
@@ -42,9 +42,9 @@ def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(network.socket, "getfqdn", lambda: name)
 
 
-def place(master: str, *, hosts: int = 2) -> RankPlace:
+def place(master: str, *, hosts: int = 2) -> RankPosition:
     """The first of two ranks per host."""
-    return RankPlace(0, 2 * hosts, 0, 2, master_addr=master, master_port=1)
+    return RankPosition(0, 2 * hosts, 0, 2, master_addr=master, master_port=1)
 
 
 def test_unknown_gloo_interface_is_named_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

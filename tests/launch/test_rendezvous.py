@@ -10,14 +10,14 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from mlm.launch import rendezvous
-from mlm.launch.environment import RankPlace
+from mlm.launch.environment import RankPosition
 from mlm.launch.rendezvous import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import UserError
 
 
-def place(rank: int, world_size: int, port: int = 1) -> RankPlace:
-    return RankPlace(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
+def place(rank: int, world_size: int, port: int = 1) -> RankPosition:
+    return RankPosition(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
 
 
 def free_port() -> int:
@@ -113,7 +113,7 @@ def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_torch_is_silent(
 def test_a_port_that_accepts_and_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
     monkeypatch.setattr(rendezvous, "START_S", 0.2)
-    monkeypatch.setattr(rendezvous, "_open", lambda *_: over.wait(60.0))  # as torch's client
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: over.wait(60.0))  # as torch's client
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen(1)

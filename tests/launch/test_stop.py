@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from mlm.cli import main
 from mlm.launch.stop import (
     LAUNCHED,
     SIGNAL_NAMES,
@@ -268,3 +271,27 @@ def test_ctrl_backslash_kills_ranks_at_once_however_a_run_saves() -> None:
         relay.act({0: rank.pid})
     assert rank.wait(10) == -signal.SIGKILL
     assert relay.killed == signal.SIGQUIT
+
+
+def test_an_interrupt_that_an_import_swallows_ends_the_command_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes whatever numpy raises for its absence; what was half imported fails later.
+
+    An error after an interrupt that the command itself handles, as `chat` does, is still one.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    (tmp_path / "interrupted_import.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def half_imported(words: list[str]) -> int:
+        with pytest.raises(KeyboardInterrupt):
+            import_module("interrupted_import") if words == ["eval"] else signal.raise_signal(signal.SIGINT)
+        raise AttributeError("module 'numpy' has no attribute 'matrix'")
+
+    monkeypatch.setattr("mlm.cli.entry._main", half_imported)
+    assert main(["eval"]) == 130
+    for words in (["generate"], ["chat"]):
+        with pytest.raises(AttributeError):
+            main(words)
+    assert signal.getsignal(signal.SIGINT) is before

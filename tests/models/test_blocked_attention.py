@@ -25,8 +25,9 @@ from mlm.parallel.mesh import Axis
 
 GROUPED = HeadLayout(slice(4), slice(4, 6), slice(6, None))
 """Four heads of queries that share two of keys and values."""
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-"""Of the largest number: a few roundings, of scores up to 20."""
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+"""Of the largest number. Scores reach 20, where half an ulp of float32 is 1e-6: the roundings of a score, of
+the log-sum-exp and of their difference each enter the exponential."""
 
 
 def exact(

@@ -9,23 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models import documents as module
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, document_bias, document_positions
 from mlm.models.gpt2.model import GPT2
-from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.compute_state import prepare_to_compile
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.megatron_core import megatron_core
-from tests.ranks import run_on_ranks
+from tests.models.reference import random_gpt2
 from tests.slow import thinned
 
 VOCAB, SEQ, EOD = 61, 16, 7
@@ -64,24 +63,8 @@ def batch() -> tuple[Tensor, Tensor]:
 @cache
 def reference() -> GPT2LMHeadModel:
     """transformers' model of random weights (biases and norms too), in float64."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=SEQ,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
-    return model
+    sizes = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return random_gpt2(**sizes).double()
 
 
 @cache
@@ -120,39 +103,18 @@ EVERY = [(p, a, m) for p in (False, True) for a in (False, True) for m in (False
 @pytest.mark.parametrize(("positions", "attention", "mask"), thinned(EVERY, 2), ids=str)
 def test_a_packed_sample_is_its_documents_alone(positions: bool, attention: bool, mask: bool) -> None:
     """Logits, loss and all gradients in float64, where only the order of sums differs."""
-    check_against_transformers(ParallelContextOfOne(), expected(positions, attention, mask))
+    check_against_transformers(expected(positions, attention, mask))
 
 
-@pytest.mark.parametrize("sequence_parallel", thinned([False, True], 2))
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_documents_stay_apart_on_two_tensor_parallel_ranks(sequence_parallel: bool, recompute: str) -> None:
-    want = expected(True, True, True)
-    run_on_ranks(check_against_transformers, want, recompute, sequence_parallel, tp=2)
-
-
-class ParallelContextOfOne:
-    """Part of a context that the check below needs."""
-
-    tp = ONE
-
-
-def check_against_transformers(
-    ctx: ParallelContext | ParallelContextOfOne,
-    want: dict[str, Any],
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-) -> None:
+def check_against_transformers(want: dict[str, Any]) -> None:
     fp64 = torch.float64
-    model = GPT2(
-        MODEL, tp=ctx.tp, dtype=fp64, recompute=recompute, sequence_parallel=sequence_parallel
-    ).double()
-    load_full(model, want["weights"], ctx.tp)
+    model = GPT2(MODEL, tp=ONE, dtype=fp64).double()
+    load_full(model, want["weights"], ONE)
     (tokens, labels), boundaries = batch(), want["boundaries"]
     documents = boundaries.documents(tokens, fp64)
     close: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
     with torch.no_grad():
-        hidden = model.hidden_states(tokens, None, None, documents)  # [S, B, H], or a part of S
-        hidden = gather_rows(hidden, ctx.tp) if model.sequence_parallel else hidden
+        hidden = model.hidden_states(tokens, None, None, documents)  # [S, B, H]
         logits = full_logits(hidden.transpose(0, 1).flatten(0, 1), model.token)
     torch.testing.assert_close(logits.view(want["logits"].shape), want["logits"], **close)
 
@@ -162,14 +124,10 @@ def check_against_transformers(
     loss = model(tokens, labels, one, None, None, documents)
     loss.backward()
     torch.testing.assert_close(loss.detach(), want["loss"], **close)
-    theirs = GPT2(MODEL, tp=ctx.tp).double()
-    load_full(theirs, want["grads"], ctx.tp)  # the gradients as this rank would hold them
-    for mine, other in zip(parameter_shards(model, ctx.tp), parameter_shards(theirs, ctx.tp), strict=True):
-        grad = mine.parameter.grad
-        assert grad is not None, mine.name
-        if sequence_parallel and mine.tp_dim is None:
-            all_reduce(grad, ctx.tp)  # each rank has seen its own rows: the trainer sums
-        torch.testing.assert_close(grad, other.parameter.detach(), msg=mine.name, **close)
+    for shard in parameter_shards(model, ONE):
+        assert shard.parameter.grad is not None, shard.name
+        grad = shard.without_padding(shard.parameter.grad)
+        torch.testing.assert_close(grad, want["grads"][shard.name], msg=shard.name, **close)
 
 
 def test_every_switch_changes_the_loss() -> None:
@@ -183,7 +141,7 @@ def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
 ) -> None:
     """The mask that a GPU is given, here on the CPU."""
     monkeypatch.setattr(module, "document_spans", lambda ends, dtype: Spans((), document_bias(ends, dtype)))
-    check_against_transformers(ParallelContextOfOne(), expected(True, True, False))
+    check_against_transformers(expected(True, True, False))
 
 
 @pytest.mark.slow

@@ -105,17 +105,12 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
         their_loss.backward()
         torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-6)
         for each in stored:
-            grads = to_ours(each, lambda name: grad_of(values[name]), nothing)
+            grads = to_ours(each, lambda name: values[name].grad, nothing)
             for name, grad in grads:
                 torch.testing.assert_close(mine[name].grad, grad, rtol=0, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
     assert all(p.grad is None for p in ours.parameters() if not p.requires_grad)
-
-
-def grad_of(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad
 
 
 def test_routers_beside_adapters_choose_as_those_of_transformers_in_bfloat16() -> None:

@@ -7,12 +7,12 @@ import pytest
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import model_problem
-from tests.models.llama.test_latent_attention import MODEL as LATENT
-from tests.models.llama.test_mixture import MIXTURE
 from tests.models.llama.test_parts import MODEL as LLAMA
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=24, num_heads=4)
 BERT = replace(GPT2, kind="bert", token_types=2)
+MIXTURE = replace(LLAMA, options={"num_experts": 8, "experts_per_token": 3, "expert_ffn_size": 12})
+LATENT = replace(LLAMA, options={"kv_lora_rank": 9, "head_dim": 10, "rope_head_dim": 4, "v_head_dim": 7})
 SWIGLU = "options.swiglu_limit=7.0 is of SiLU, not model.activation=gelu"
 SINKS = "options.attention_sinks=true does not go with model.attention_dropout=0.1"
 KEYS: list[tuple[ModelConfig, dict[str, Any], str]] = [

@@ -1,4 +1,4 @@
-"""Layer norm and RMSNorm against PyTorch's in float64, also with parameters in half precision."""
+"""Layer norm, RMSNorm and GELU against PyTorch's in float64, also in half precision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlm.models import transformer
 from mlm.models.backbone import LearnedTable
 from mlm.models.norms import LayerNorm, RMSNorm
+from mlm.models.transformer import activate
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 
@@ -92,3 +94,25 @@ def test_gradients_of_half_parameters_are_rounded_once(name: str, dtype: torch.d
         assert differs(x.grad, wide.grad) <= half_an_ulp
     for mine, theirs in zip(module.parameters(), exact.parameters(), strict=True):
         assert differs(mine.grad, theirs.grad) <= half_an_ulp
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)], ids=str)
+def test_gelu_in_half_precision_is_rounded_once_and_its_gradient_twice(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ulp: float
+) -> None:
+    """In parts of which the last is smaller; `ulp` is half of the distance of two numbers next to 1."""
+    monkeypatch.setattr(transformer._TanhGELU, "block", 1000)
+    x = torch.linspace(-12, 12, 4097).to(dtype).requires_grad_()
+    dy = torch.randn(4097, generator=torch.Generator().manual_seed(0)).to(dtype)
+    y = activate(x, "gelu_tanh")
+    y.backward(dy)
+    exact = x.detach().double().requires_grad_()
+    wanted = F.gelu(exact, approximate="tanh")
+    wanted.backward(dy.double())
+    assert x.grad is not None
+    assert exact.grad is not None
+    least = 1e-6  # of exp's float32, and of float16's smallest numbers
+    torch.testing.assert_close(y.double(), wanted, rtol=ulp, atol=least)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2.1 * ulp, atol=least)
+    with torch.no_grad():
+        assert torch.equal(activate(x, "gelu_tanh"), y)

@@ -1,4 +1,4 @@
-"""Sequence parallelism and recomputation: what is kept for backward, and what travels (arXiv:2205.05198)."""
+"""Split sequences and recomputation: what is kept for backward, and what travels (arXiv:2205.05198)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
+from mlm.models.llama.model import Llama
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel import collectives, linear
 from mlm.parallel.dropout import DropoutStream
@@ -145,3 +146,39 @@ def count_traffic(ctx: ParallelContext, sequence: bool) -> dict[str, int]:
             for module in (collectives, linear):
                 setattr(module, name, original)
     return dict(sent)
+
+
+LENGTH, SAMPLES = 128, 1
+NARROW = ModelConfig(
+    num_layers=2,
+    hidden_size=128,
+    num_heads=4,
+    max_positions=LENGTH,
+    vocab_size=61,
+    vocab_multiple=16,
+    hidden_dropout=0.1,
+    attention_dropout=0.0,
+)
+LLAMA = replace(NARROW, kind="llama", activation="silu", options={"num_kv_heads": 2}, hidden_dropout=0.0)
+
+
+@pytest.mark.parametrize("model", thinned([NARROW, LLAMA], 2), ids=lambda model: model.kind)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_activations_of_a_layer_fall_as_one_over_cp(cp: int, model: ModelConfig) -> None:
+    """Bytes that autograd keeps of one layer: what a model of two keeps more than a model of one."""
+    for split, whole in run_on_ranks(measure, model, cp=cp):
+        assert split * cp == pytest.approx(whole, rel=0.01)
+
+
+def measure(ctx: ParallelContext, model: ModelConfig) -> tuple[int, int]:
+    split, whole = (kept(model, 2, cp) - kept(model, 1, cp) for cp in (ctx.cp, Axis("cp")))
+    return split, whole
+
+
+def kept(config: ModelConfig, layers: int, cp: Axis) -> int:
+    kind = Llama if config.kind == "llama" else GPT2
+    model = kind(replace(config, num_layers=layers), dtype=torch.bfloat16, cp=cp)
+    init_parameters(model, 1, Axis("tp"))
+    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return saved_bytes(lambda: model(tokens, tokens, torch.tensor(1.0)), parameters)

@@ -1,4 +1,4 @@
-"""Arguments that every model hands to its layers: settings, and a dropout mask for each place."""
+"""Layers of each stage, settings that every model hands to them, and a dropout mask for each place."""
 
 import subprocess
 import sys
@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
+from mlm.models.stage import split_layers
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
@@ -60,3 +63,27 @@ def test_shapes_of_a_model_are_known_without_the_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [(8, 4, [2, 2, 2, 2]), (7, 4, [2, 2, 2, 1]), (6, 4, [1, 2, 2, 1]), (5, 2, [3, 2]), (3, 1, [3])],
+)
+def test_embedding_and_head_stages_get_fewer(layers: int, stages: int, counts: list[int]) -> None:
+    assert [len(s.layers) for s in split_layers(layers, stages)] == counts
+
+
+@given(st.integers(1, 64), st.integers(0, 64))
+def test_every_layer_is_in_one_stage_in_order(stages: int, more: int) -> None:
+    split = split_layers(stages + more, stages)
+    assert [n for s in split for n in s.layers] == list(range(stages + more))
+    sizes = [len(s.layers) for s in split]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+    assert [s.is_first for s in split] == [True] + [False] * (stages - 1)
+    assert [s.is_last for s in split] == [False] * (stages - 1) + [True]
+
+
+def test_more_stages_than_layers_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"num_layers=3 .* 4 stages"):
+        split_layers(3, 4)

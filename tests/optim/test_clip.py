@@ -29,17 +29,14 @@ def whole_gradients() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_norm_counts_each_parameter_once(tp: int, dp: int) -> None:
-    """Split ones on every tp rank, replicated ones once; data-parallel copies not at all."""
-    expected = math.sqrt(sum(float(g.square().sum()) for g in whole_gradients().values()))
-    assert run_on_ranks(norm_of, tp=tp, dp=dp) == pytest.approx([expected] * (tp * dp), rel=1e-12)
-
-
-def test_norm_adds_the_squares_of_all_pipeline_stages() -> None:
-    """Two stages with equal gradients; both ranks have the norm of the whole model."""
-    one = math.sqrt(sum(float(g.square().sum()) for g in whole_gradients().values()))
-    assert run_on_ranks(norm_of, pp=2) == pytest.approx([math.sqrt(2) * one] * 2, rel=1e-12)
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2)])
+def test_norm_counts_each_parameter_once(tp: int, dp: int, pp: int) -> None:
+    """Split ones on every tp rank, replicated ones once, data-parallel copies not at all, those of each
+    pipeline stage: here the stages have equal gradients."""
+    stage = sum(float(g.square().sum()) for g in whole_gradients().values())
+    assert run_on_ranks(norm_of, tp=tp, dp=dp, pp=pp) == pytest.approx(
+        [math.sqrt(pp * stage)] * (tp * dp * pp), rel=1e-12
+    )
 
 
 def norm_of(ctx: ParallelContext) -> float:

@@ -17,24 +17,23 @@ def no_gpu(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "hidden_size", "dtype"),
+    ("gpu", "cpuinfo", "hidden_size", "dtype"),
     [
-        (AMD.format("avx512_bf16"), 384, "bf16"),
-        (AMD.format("avx512_bf16"), None, "bf16"),
-        (AMD.format("avx512_bf16"), MIN_HIDDEN - 1, "fp32"),
-        (AMD.format("avx2"), 384, "fp32"),
-        (INTEL.format("avx512_bf16"), 384, "fp32"),
-        (INTEL.format("avx512_bf16 amx_tile amx_bf16"), 384, "bf16"),
-        ("", 384, "fp32"),
+        (None, AMD.format("avx512_bf16"), 384, "bf16"),
+        (None, AMD.format("avx512_bf16"), None, "bf16"),
+        (None, AMD.format("avx512_bf16"), MIN_HIDDEN - 1, "fp32"),
+        (None, AMD.format("avx2"), 384, "fp32"),
+        (None, INTEL.format("avx512_bf16"), 384, "fp32"),
+        (None, INTEL.format("avx512_bf16 amx_tile amx_bf16"), 384, "bf16"),
+        (None, "", 384, "fp32"),
+        *((Gpu("GPU", version), "", 64, dtype) for version, dtype in (((7, 0), "fp16"), ((8, 0), "bf16"))),
+        (Gpu("GPU", (9, 0)), "", 64, "bf16"),
     ],
 )
-def test_a_processor_gets_the_faster_format(cpuinfo: str, hidden_size: int | None, dtype: str) -> None:
-    assert choose_precision(hidden_size, None, cpuinfo)[0] == dtype
-
-
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])
-def test_a_gpu_gets_the_half_format_it_multiplies(capability: tuple[int, int], dtype: str) -> None:
-    assert choose_precision(64, Gpu("GPU", capability), "")[0] == dtype
+def test_a_processor_gets_the_faster_format_and_a_gpu_the_half_format_it_multiplies(
+    gpu: Gpu | None, cpuinfo: str, hidden_size: int | None, dtype: str
+) -> None:
+    assert choose_precision(hidden_size, gpu, cpuinfo)[0] == dtype
 
 
 def test_the_device_of_the_command_is_asked() -> None:
@@ -97,18 +96,12 @@ def test_a_restored_scale_doubles_when_the_saved_one_would_have() -> None:
     assert restored.scale.item() == 16.0
 
 
-def test_a_run_that_continues_in_float16_begins_with_its_own_scale() -> None:
+def test_without_a_scale_an_overflow_skips_its_step_and_float16_begins_with_its_own_scale() -> None:
     """The scale 1 of another precision is none; the counts are those of the run."""
-    other, continued = LossScaler(PrecisionConfig(dtype="bf16"), torch.device("cpu")), scaler()
-    other.update(torch.tensor(1.0))
-    continued.load_state(other.state())
-    assert continued.scale.item() == 8.0
-    assert continued.skipped.item() == 1
-
-
-def test_without_a_scale_to_lower_an_overflow_skips_its_step() -> None:
-    fixed = LossScaler(PrecisionConfig(dtype="bf16"), torch.device("cpu"))
+    fixed, continued = LossScaler(PrecisionConfig(dtype="bf16"), torch.device("cpu")), scaler()
     fixed.update(torch.tensor(0.0))
     assert fixed.skipped.item() == 0
     fixed.update(torch.tensor(1.0))
     assert (fixed.scale.item(), fixed.skipped.item()) == (1.0, 1)
+    continued.load_state(fixed.state())
+    assert (continued.scale.item(), continued.skipped.item()) == (8.0, 1)

@@ -15,7 +15,7 @@ from mlm.parallel.config import ZeroReduce
 from mlm.parallel.gradients import Reducer, build_reducer
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.parallel.sharding import parameter_shards
 
 VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2
 MODEL = ModelConfig(
@@ -92,24 +92,14 @@ def all_samples(ctx: ParallelContext, step: int) -> list[Tensor]:
     return [x for rank in range(ctx.dp.size) for x in samples_of(step, rank)]
 
 
-def wholes(one: Rank, of: str) -> dict[str, Tensor]:
-    """Whole weights ("data") or gradients ("grad") of an uncut model."""
-    return {s.name: s.without_padding(getattr(s.parameter, of)) for s in one.shards}
-
-
-def rectangle(shard: ParameterShard, whole: Tensor) -> Tensor:
-    """The elements of `whole` that a rank holds."""
-    size = shard.without_padding(shard.parameter).shape
-    return whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, size, strict=True))]
-
-
 def assert_gradients_equal(mine: Rank, one: Rank) -> None:
-    expected = wholes(one, "grad")
+    """Gradients of this rank's region of each parameter are those of the unsharded model `one`."""
+    full = {s.name: s.without_padding(s.parameter.grad) for s in one.shards}
     for s in mine.shards:
         assert s.parameter.grad is not None, s.name
-        torch.testing.assert_close(
-            s.without_padding(s.parameter.grad), rectangle(s, expected[s.name]), msg=s.name, **EXACT
-        )
+        grad = s.without_padding(s.parameter.grad)
+        region = tuple(slice(o, o + n) for o, n in zip(s.offset, grad.shape, strict=True))
+        torch.testing.assert_close(grad, full[s.name][region], msg=s.name, **EXACT)
 
 
 def defer_weight_grads(model: GPT2) -> DeferredWeightGrads:

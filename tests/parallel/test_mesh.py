@@ -1,5 +1,11 @@
 """Place of a rank in a layout."""
 
+import time
+from typing import Any
+
+import pytest
+
+from mlm.parallel import mesh
 from mlm.parallel.mesh import ParallelContext, shape_context
 from tests.ranks import run_on_ranks
 
@@ -40,3 +46,27 @@ def members_of_context(ctx: ParallelContext) -> tuple[list[int], ...]:
     axes = (ctx.tp, ctx.cp, ctx.dp, ctx.replicas)
     assert [axis.ranks[axis.rank] for axis in axes] == [ctx.rank] * 4
     return tuple(list(axis.ranks) for axis in axes)
+
+
+def test_no_rank_returns_before_all_are_connected() -> None:
+    """A rank whose program ends at once closes the connections that a slower one still waits for."""
+    connected, returned = run_on_ranks(a_slow_connection, tp=2)
+    assert returned >= connected
+
+
+def a_slow_connection(ctx: ParallelContext) -> float:
+    """When rank 0 is connected, and when rank 1 has its mesh: seconds of one clock."""
+    connect, connected = mesh.host_group, 0.0
+
+    def slowly(*args: Any) -> Any:
+        nonlocal connected
+        group = connect(*args)
+        time.sleep(0.5)
+        connected = time.monotonic()
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 0:
+            patch.setattr(mesh, "host_group", slowly)
+        mesh.build_mesh(tp=2, pp=1, dp=1, device=ctx.device, timeout_s=60)
+    return connected or time.monotonic()

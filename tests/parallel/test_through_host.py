@@ -7,6 +7,7 @@ already must reach it as copies.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -125,7 +126,9 @@ def through_host(ctx: ParallelContext, layout: Layout) -> Verdict:
 def test_device_tensors_go_through_the_host_over_gloo_only(
     device: str, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh.dist, "new_group", lambda *_, **__: cast(Any, object()))
+    monkeypatch.setattr(
+        mesh.dist, "new_group", lambda *_, **__: cast(Any, SimpleNamespace(group_name="stub"))
+    )
     monkeypatch.setattr(mesh.dist, "get_backend", lambda *_: backend)
     monkeypatch.setattr(mesh, "open_mailbox", lambda *_: None)
     axis = mesh._make_axis("tp", [[0, 1]], 0, 1.0, mesh.Watch(), torch.device(device))

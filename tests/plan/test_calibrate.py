@@ -42,11 +42,8 @@ def test_hardware_has_the_measured_constants() -> None:
     assert (hardware.network_gbps, hardware.network_latency_us, hardware.network_is_assumed) == (3, 50, True)
     two_nodes = measured | {"network": 1e9, "network_latency": 2e-4}
     hardware = hardware_of_this(ParallelContext(), TINY, two_nodes, 0)
-    assert (hardware.network_gbps, hardware.network_latency_us, hardware.network_is_assumed) == (
-        1,
-        200,
-        False,
-    )
+    network = hardware.network_gbps, hardware.network_latency_us, hardware.network_is_assumed
+    assert network == (1, 200, False)
 
 
 @pytest.mark.slow

@@ -155,35 +155,6 @@ def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "40.0 GiB each" in printed
 
 
-def test_a_file_of_hardware_with_a_mistake_is_named_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (CONFIG_DIR / "hardware/dgx_h100.yaml").read_text()
-    (tmp_path / "mine.yaml").write_text(f"a: 1\nb: [1, 2\n{text}")
-    assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}"]) == 2
-    line = capsys.readouterr().err
-    assert f"{tmp_path / 'mine.yaml'}: line " in line
-    assert "correct it" in line
-    assert "unicode string" not in line
-
-
-def test_a_price_without_tokens_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAYOUTS, "price_per_gpu_hour=2"]) == 2
-    assert (
-        "price_per_gpu_hour=2.0: has no effect with tokens=null; remove it, or set tokens"
-        in capsys.readouterr().err
-    )
-
-
-def test_presets_are_complete() -> None:
-    for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
-        assert preset(path.stem).peak_tflops.fp16
-        lines = path.read_text().splitlines()
-        assert lines[0].startswith("# ")
-        assert lines[1].startswith("# ")  # its source
-        assert any(line.startswith("efficiency:  # ") for line in lines)
-
-
 NAMES = {
     "dgx2h_v100_32g": "Tesla V100-SXM3-32GB",
     "dgx_a100_40g": "NVIDIA A100-SXM4-40GB",
@@ -198,9 +169,21 @@ NAMES = {
 
 
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_preset_and_each_number_in_it_name_their_sources(path: Path) -> None:
+    """In a comment of its line; peaks and constants in that of the first line of their section."""
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith("# ")
+    assert any(line.startswith("efficiency:  # ") for line in lines)
+    numbers = [line for line in lines if re.match(r"[a-z_]+: [0-9.]+(  #|$)", line)]
+    assert all(line.startswith("devices_per_node") for line in numbers if " # " not in line)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_preset_is_found_by_its_gpu_and_has_the_peaks_that_mfu_is_stated_against(path: Path) -> None:
     found = preset_of_gpu(NAMES[path.stem])
     assert found == preset(path.stem)
+    assert found.peak_tflops.fp16
     for unit in PeakConfig.__slots__:
         peak = table_peak(NAMES[path.stem], unit)
         assert getattr(found.peak_tflops, unit) == (peak and pytest.approx(peak.flops / 1e12)), unit
@@ -217,20 +200,16 @@ def test_gpus_without_a_preset_have_none() -> None:
         assert preset_of_gpu(name) is None
 
 
-def test_each_number_of_a_preset_names_its_source() -> None:
-    """In a comment of its line; peaks and constants in that of the first line of their section."""
-    for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
-        top = [line for line in path.read_text().splitlines() if re.match(r"[a-z_]+: [0-9.]+(  #|$)", line)]
-        bare = [line for line in top if " # " not in line]
-        assert bare == [line for line in bare if line.startswith("devices_per_node")], path.name
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     thinned(
         [
             ([*LAYOUTS, "hardware=dgx_a100"], "choose dgx_a100_40g or dgx_a100_80g"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
+            (
+                [*LAYOUTS, "price_per_gpu_hour=2"],
+                "price_per_gpu_hour=2.0: has no effect with tokens=null; remove it, or set tokens",
+            ),
             ([*LAYOUTS, "gpus=509"], "use gpus=512"),
             (["plan", "layouts", "model=gpt2_355m", "gpus=9999"], " = 9999); use fewer"),
             ([*LAYOUTS, "train.micro_batch_size=999"], "leave train.micro_batch_size=999 or cp=1"),
@@ -257,31 +236,39 @@ def test_a_mistake_is_one_line_with_its_fix(
     assert line in printed
 
 
-def test_half_a_hardware_file_names_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    half = tmp_path / "half.yaml"
-    half.write_text("name: half\ndevice: gpu\ndevices_per_node: 8\nmemory_gib: 80\nreserved_gib: 1\n")
-    assert main([*LAYOUTS, f"hardware={half}"]) == 2
-    printed = capsys.readouterr().err.strip()
-    assert printed.count("\n") == 0
-    assert (
-        "lacks memory_gbps, node_gbps, node_latency_us, network_gbps, network_latency_us; add them" in printed
-    )
+A100 = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
+HALF = ("name", "device", "devices_per_node", "memory_gib", "reserved_gib")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("text", "message"),
     [
-        ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
-        slow(("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here")),
+        (f"a: 1\nb: [1, 2\n{yaml.safe_dump(A100)}", ".yaml: line "),
+        (
+            yaml.safe_dump({key: A100[key] for key in HALF}),
+            "lacks memory_gbps, node_gbps, node_latency_us, network_gbps, network_latency_us; add them",
+        ),
+        (
+            yaml.safe_dump({**A100, "peak_tflops": {"bf16": float("inf")}}),
+            "hardware.peak_tflops.bf16=Infinity must be finite",
+        ),
+        slow(
+            (
+                yaml.safe_dump({**A100, "name": "${oc.env:HOME}"}),
+                "name: an interpolation (${…}) is not resolved here",
+            )
+        ),
     ],
+    ids=["no YAML", "incomplete", "infinite", "interpolated"],
 )
 def test_hardware_that_cannot_be_is_one_line(
-    key: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, key: value}, allow_unicode=True))
+    (tmp_path / "mine.yaml").write_text(text)
     assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+    if ": line " in message:
+        assert f"{tmp_path / 'mine.yaml'}: line " in line
+        assert "correct it" in line
+        assert "unicode string" not in line

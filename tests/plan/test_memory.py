@@ -56,14 +56,10 @@ def test_every_rank_holds_the_parameters_that_are_predicted(
     for stage in range(pp):
         with torch.device("meta"):
             ctx = shape_context(stage * tp, tp=tp, pp=pp)
-            built = PipelinedModel(model, parallel, PrecisionConfig(), meta(ctx))
+            on_meta = replace(ctx, device=torch.device("meta"))
+            built = PipelinedModel(model, parallel, PrecisionConfig(), on_meta)
         state = memory.state(PlannedLayout(tp=tp, pp=pp, vp=vp), stage)
         assert state.parameters == sum(p.numel() for chunk in built.chunks for p in chunk.parameters())
-
-
-def meta(ctx: ParallelContext) -> ParallelContext:
-    """The context on the device that holds shapes only."""
-    return replace(ctx, device=torch.device("meta"))
 
 
 def held_when_sharded(ctx: ParallelContext, model: ModelConfig, zero: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import bench_train
 import pytest
 import torch
 from bench.compare import Plan, doubts
-from bench.contenders import MlmTrainee, Trainee
-from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
+from bench.contenders import MlmTrainee, Trainee, TransformersTrainee
+from bench.llama import LlamaShape, MixtralShape, TransformersMixtral
 from bench.ranks import for_others_s
 from bench.shapes import NAMED, shapes_of
 from bench.spec import Spec
@@ -135,8 +135,6 @@ def test_contender_with_other_weights_is_not_timed() -> None:
 
 def test_transformers_agrees_with_mlm() -> None:
     pytest.importorskip("transformers")
-    from bench.contenders import TransformersTrainee
-
     ours = MlmTrainee("mlm", SPEC, torch.device("cpu"))
     theirs = TransformersTrainee("transformers", SPEC, torch.device("cpu"))
     assert gradient_error(theirs, ours) < 1e-5
@@ -157,7 +155,7 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
     assert shape.num_kv_heads == 1
     spec = dataclasses.replace(SPEC, shape=shape)
     ours = MlmTrainee("mlm", spec, torch.device("cpu"))
-    theirs = TransformersLlama("transformers", spec, torch.device("cpu"))
+    theirs = TransformersTrainee("transformers", spec, torch.device("cpu"))
     assert gradient_error(theirs, ours) < 1e-5
 
 

@@ -55,6 +55,21 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "saved"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history.start({"start_step": 0})
+    for done in (1, 2, 3):
+        history.step(step_metrics(done))
+    history.event("incident", {"step": 3, "kinds": ["loss_outlier"]})
+    history.rewound(step)
+    history.step(step_metrics(step + 1))
+    history.close()
+    found = [(r["kind"], r.get("step", 0)) for r in read_metrics(tmp_path)]
+    steps = [("step", done) for done in range(1, step + 1)]
+    assert found == [("run", 0), *steps, ("incident", 3), ("step", step + 1)]
+
+
 def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_path: Path) -> None:
     lines = (
         b'{"step": 1}',

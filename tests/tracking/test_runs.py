@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlm.tracking.runs import Rows, names_of, number, read_run
+from mlm.tracking.runs import MetricRows, names_of, number, read_run
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
@@ -125,7 +125,7 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
 
 
 def test_of_a_step_logged_twice_the_later_value_holds() -> None:
-    rows = Rows()
+    rows = MetricRows()
     for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
         rows.add({"step": step, "loss": loss})
     table = rows.table()
@@ -134,7 +134,7 @@ def test_of_a_step_logged_twice_the_later_value_holds() -> None:
 
 
 def test_a_column_that_comes_later_begins_with_gaps_and_their_number_is_bounded() -> None:
-    rows = Rows()
+    rows = MetricRows()
     rows.add({"step": 1})
     rows.add({"step": 2, **{f"name {n}": 1.0 for n in range(1000)}})
     assert math.isnan(rows.columns["name 0"][0])

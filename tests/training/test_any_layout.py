@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from mlm.checkpoint.native.format import read_manifest
 from mlm.data.config import DataConfig
@@ -100,20 +100,17 @@ def part_of(name: str, shard: ParameterShard, ctx: ParallelContext, padding: flo
 
 def held(trainer: Trainer) -> list[tuple[str, ParameterShard, Tensor]]:
     """Every tensor of a rank's state with its checkpoint name, padding included."""
+    average = trainer.average
+    assert average is not None
     return [
         entry
         for s in trainer.shards
         for entry in [
             (f"model.{s.name}", s, s.parameter.detach()),
             *((f"optimizer.{m}.{s.name}", s, moment(trainer.optimizer, s, m)) for m in MOMENTS),
-            (f"optimizer.ema.{s.name}", s, averages_of(trainer)[s.parameter]),
+            (f"optimizer.ema.{s.name}", s, average.values[s.parameter]),
         ]
     ]
-
-
-def averages_of(trainer: Trainer) -> dict[nn.Parameter, Tensor]:
-    assert trainer.average is not None
-    return trainer.average.values
 
 
 @pytest.fixture(scope="module")

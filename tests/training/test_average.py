@@ -75,12 +75,6 @@ def test_a_step_that_overflows_is_not_averaged() -> None:
     assert not any(x.any() for x in averages(trainer).values())
 
 
-def saved(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> None:
-    trainer = Trainer(spec, ctx)
-    steps_of(trainer, STEPS)
-    save(trainer, out)
-
-
 def stored(path: Path, prefix: str) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     with Reader(path, manifest) as reader:
@@ -97,22 +91,6 @@ LAYOUTS = {
     "dp2-zero3": ParallelConfig(dp=2, zero=3),
     "tp2-dp2-zero2": ParallelConfig(tp=2, dp=2, zero=2),
 }
-
-
-@pytest.mark.parametrize("name", slow_but({3}, LAYOUTS))
-def test_every_layout_saves_the_average_of_one_process(tmp_path: Path, name: str) -> None:
-    """float64: to rounding."""
-    layout = LAYOUTS[name]
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp or 1}
-    run_on_ranks(saved, averaged(), tmp_path / "one")
-    run_on_ranks(saved, replace(averaged(), parallel=layout), tmp_path / "many", **sizes)
-    one, many = (
-        stored(tmp_path / run / CHECKPOINTS / step_name(STEPS), "optimizer.ema.") for run in ("one", "many")
-    )
-    assert one.keys() == many.keys()
-    assert len(one) > 20
-    for key, x in one.items():
-        torch.testing.assert_close(many[key], x, rtol=0, atol=1e-10)
 
 
 def validated(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:

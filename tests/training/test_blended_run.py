@@ -1,20 +1,21 @@
 """Runs on several corpora: what they read across resumes and layouts, and which corpora they reject."""
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
-from mlm.data.blend_history import seed_of
+from mlm.cli.pretrain.run import PretrainLoop
 from mlm.data.config import DataConfig
-from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
-from mlm.runs.corpora import corpus_problems, corpus_samples, sources, train_dataset
+from mlm.runs.corpora import corpus_problems, train_dataset
 from mlm.training.resume import continue_data
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
@@ -22,7 +23,7 @@ from mlm.util.errors import UserError
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.data.corpora import counting_corpus
 from tests.ranks import run_on_ranks
-from tests.training.blended import NAMES, VOCAB, add_receipt, segments, write_corpora
+from tests.training.blended import VOCAB, add_receipt, segments, write_corpora
 from tests.training.saving import save
 from tests.training.test_trainer import config
 
@@ -53,42 +54,52 @@ def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
 
 
 WIKI_WEB = ("3 corpora/wiki", "1 corpora/web")
-WIKI_WEB_CODE = (*WIKI_WEB, "1 corpora/code")
 Row = tuple[int, ...]
 
 
-def leg(ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int) -> tuple[list[Row], str | None]:
-    """This rank's samples of some steps from the newest checkpoint on, saved at the end; what changed."""
+def leg(
+    ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int, lost: int = 0
+) -> tuple[list[list[Row]], str | None]:
+    """This rank's samples of each step from the newest checkpoint on, and what changed.
+
+    A checkpoint is at the end; a kill takes back the `lost` steps after it.
+    """
     trainer = Trainer(of, ctx)
     if (start := latest_checkpoint(run / "checkpoints")) is not None:
         load(trainer, start)
     said = continue_data(trainer)
-    end = trainer.consumed_samples + steps * BATCH
-    rows: list[Row] = []
-    with Loader(
-        train_dataset(of, end, trainer.history),
-        consumed_samples=trainer.consumed_samples,
-        global_batch_size=BATCH,
-        micro_batch_size=2,
-        rank=ctx.dp.rank,
-        size=ctx.dp.size,
-    ) as loader:
+    end = trainer.consumed_samples + (steps + lost) * BATCH
+    samples = train_dataset(of, end, trainer.history)
+    rows: list[list[Row]] = []
+    loop: Any = SimpleNamespace(trainer=trainer, samples=samples)
+    with PretrainLoop.batches(loop) as loader:
         for batches in loader:
             trainer.train_step(batches)
-            rows += [tuple(row) for batch in batches for row in batch.tokens.tolist()]
-    save(trainer, run)
-    return rows, said
+            rows.append([tuple(row) for batch in batches for row in batch.tokens.tolist()])
+            if len(rows) == steps:
+                save(trainer, run)
+    return rows[:steps], said
 
 
-def read_on(run: Path, blend: tuple[str, ...] | str, steps: int, dp: int = 1, tp: int = 1) -> list[Row]:
-    """Return the samples that all replicas read in a leg, sorted: a global batch has no order."""
+def read_on(
+    run: Path,
+    blend: tuple[str, ...] | str,
+    steps: int,
+    dp: int = 1,
+    tp: int = 1,
+    micro: int = 2,
+    lost: int = 0,
+) -> list[Row]:
+    """Return the samples that all replicas read in a leg, step by step: a global batch has no order."""
     of = spec(path=blend) if isinstance(blend, str) else spec(blend)
-    alone = dp * tp == 1
-    ranks = (
-        [leg(shape_context(), run, of, steps)] if alone else run_on_ranks(leg, run, of, steps, dp=dp, tp=tp)
-    )
+    of = replace(of, train=replace(of.train, micro_batch_size=micro))
+    if dp * tp == 1:
+        ranks = [leg(shape_context(), run, of, steps, lost)]
+    else:
+        ranks = run_on_ranks(leg, run, of, steps, lost, dp=dp, tp=tp)
     assert all(ranks[i][0] == ranks[i - i % tp][0] for i in range(len(ranks)))  # a replica's ranks read alike
-    return sorted(row for rows, _ in ranks[::tp] for row in rows)
+    by_step = zip(*(rows for rows, _ in ranks[::tp]), strict=True)
+    return [row for parts in by_step for row in sorted(itertools.chain(*parts))]
 
 
 def at(corpora: Path, blend: tuple[str, ...]) -> tuple[str, ...]:
@@ -96,49 +107,31 @@ def at(corpora: Path, blend: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(entry.replace("corpora", str(corpora)) for entry in blend)
 
 
-def of_corpus(rows: list[Row], name: str) -> list[Row]:
-    number = NAMES.index(name)
-    return [row for row in rows if all(300 * number <= token < 300 * (number + 1) for token in row)]
-
-
-def test_an_uninterrupted_blend_is_what_legs_at_other_layouts_read(corpora: Path, tmp_path: Path) -> None:
-    blend = at(corpora, WIKI_WEB)
-    straight = read_on(tmp_path / "straight", blend, 9)
-    legs = [(2, 1, 1), (3, 2, 1), (3, 1, 2), (1, 1, 1)]
-    resumed = [row for steps, dp, tp in legs for row in read_on(tmp_path / "run", blend, steps, dp, tp)]
-    assert sorted(resumed) == straight
-    assert segments(tmp_path / "run") == segments(tmp_path / "straight")
-    assert len(segments(tmp_path / "run")) == 1
-
-
-def test_no_sample_is_repeated_or_skipped_when_the_blend_changes(corpora: Path, tmp_path: Path) -> None:
-    """Of each corpus the samples that a run on it alone would read, across dp and four blends."""
-    legs = [
-        (WIKI_WEB, 2, 1),
-        (("1 corpora/web", "1 corpora/code", "1 corpora/wiki"), 3, 2),
-        (("corpora/code",), 1, 1),
-        (("1 corpora/wiki", "1 corpora/web"), 2, 1),
+@pytest.mark.parametrize("of", [WIKI_WEB, "corpora/wiki"], ids=["blend", "one corpus"])
+def test_legs_at_other_layouts_read_the_steps_of_an_uninterrupted_run(
+    corpora: Path, tmp_path: Path, of: tuple[str, ...] | str
+) -> None:
+    """dp, tp and the micro-batch change at a checkpoint, two kills lose steps, and epochs end in between."""
+    path = at(corpora, of) if isinstance(of, tuple) else str(corpora / "wiki")
+    straight = read_on(tmp_path / "straight", path, 20)
+    legs: list[dict[str, int]] = [
+        {"steps": 4, "lost": 1},
+        {"steps": 6, "dp": 2, "lost": 2},
+        {"steps": 3, "tp": 2, "micro": 8},
+        {"steps": 6, "dp": 4, "micro": 1},
+        {"steps": 1, "micro": 4},
     ]
-    read = [
-        row for blend, steps, dp in legs for row in read_on(tmp_path / "run", at(corpora, blend), steps, dp)
-    ]
-    assert len(segments(tmp_path / "run")) == 4
-    known = {source.name: source for source in sources(spec(at(corpora, WIKI_WEB_CODE)).data)}
-    for name in NAMES:
-        mine = of_corpus(read, name)
-        of = spec(path=f"corpora/{name}")
-        seed = seed_of(known[name], of.seed)
-        alone = corpus_samples(of, Path(f"corpora/{name}/train"), len(mine), seed).gather(
-            np.arange(len(mine))
-        )
-        assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
-    assert len(read) == 8 * BATCH == sum(len(of_corpus(read, name)) for name in NAMES)
+    assert [row for each in legs for row in read_on(tmp_path / "run", path, **each)] == straight
+    assert len(straight) == 20 * BATCH > 2 * 290 / SEQ  # in the third epoch of a corpus
+    if of == WIKI_WEB:
+        assert segments(tmp_path / "run") == segments(tmp_path / "straight")
+        assert len(segments(tmp_path / "run")) == 1
 
 
 def test_a_run_on_one_corpus_continues_in_a_blend_and_back(corpora: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     read = read_on(run, "corpora/wiki", 2) + read_on(run, WIKI_WEB, 2) + read_on(run, "corpora/wiki", 3)
-    mine = of_corpus(read, "wiki")
+    mine = [row for row in read if max(row) < 300]  # of wiki, the first corpus
     assert len(mine) == (2 + 3) * BATCH + 12
     alone = train_dataset(spec(path="corpora/wiki"), len(mine)).gather(np.arange(len(mine)))
     assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))

@@ -1,4 +1,4 @@
-"""Sums of gradients over micro-batches and replicas: in which kernel, and when they are under way."""
+"""Sums of gradients over micro-batches and replicas: in which kernel, when, and of the loss's token table."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,15 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import Batch
-from mlm.parallel import gradients, linear
+from mlm.data.sampler import Batch, MicroBatch
+from mlm.models.config import ModelConfig
+from mlm.parallel import cross_entropy, gradients, linear
 from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.cross_entropy import linear_cross_entropy
+from mlm.parallel.gradients import GradientReducer, fuse_embedding_grad
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.plan.dry_run_rank import META, batches_of, dry_run
 from mlm.runs.config import PretrainConfig
+from mlm.training import trainer as of_trainer
 from mlm.training.trainer import Trainer
+from tests.operators import Operators
+from tests.plan.test_dry_run import config_of
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 from tests.training.test_trainer import SEQ, VOCAB, config
 
 MICRO_BATCHES = 4
@@ -134,3 +142,196 @@ def order_of_events(ctx: ParallelContext) -> tuple[list[str], dict[str, Tensor],
         second = events[len(events) // 2 :]  # two equal steps
         expected, _ = gradients_of(ctx, replace(SPEC, parallel=ParallelConfig(dp=2)))
     return second, sums, expected
+
+
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "max_positions": SEQ, "vocab_size": VOCAB}
+BERT = ModelConfig(kind="bert", token_types=2, hidden_dropout=0.0, attention_dropout=0.0, **TINY)  # type: ignore[arg-type]
+LLAMA = ModelConfig(
+    kind="llama",
+    ffn_hidden_size=24,
+    activation="silu",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    options={"num_kv_heads": 2},
+    **TINY,  # type: ignore[arg-type]
+)
+
+
+def spec_of(kind: str, dtype: str, **parallel: Any) -> PretrainConfig:
+    """A step of four micro-batches, or two for each of two replicas."""
+    spec = replace(config(dtype=dtype), train=SPEC.train, parallel=ParallelConfig(**parallel))
+    return replace(spec, model={"gpt2": SPEC.model, "bert": BERT, "llama": LLAMA}[kind])
+
+
+def gradients_by(
+    ctx: ParallelContext, spec: PretrainConfig, way: str
+) -> tuple[dict[str, Tensor], int, list[bool]]:
+    """Gradients after the second of two passes, early sums, and of each bucket if backward passes reduced it.
+
+    `way`: "late" lets autograd add everything, "early" the loss and the lookup what they may.
+    """
+    trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
+    if way == "late":
+        trainer.fused_grad_embeddings = []
+    added, began = list[int](), list[bool]()
+    original = cross_entropy.add_to_grad
+
+    def counted(weight: Any, part: Tensor, factor: Tensor | None) -> None:
+        added.append(1)
+        original(weight, part, factor)
+
+    def reduce() -> None:
+        for reducer in trainer.reducers:
+            assert isinstance(reducer, GradientReducer)
+            began.extend(bucket.work is not None for bucket in reducer.buckets)
+        Trainer.reduce_gradients(trainer)
+
+    trainer.reduce_gradients = reduce  # type: ignore[method-assign]
+    count = spec.train.global_batch_size // spec.train.micro_batch_size // ctx.dp.size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "add_to_grad", counted)
+        for _ in range(2):
+            trainer.compute_gradients(batches_of(spec, [spec.train.micro_batch_size] * count))
+    assert not any(table.fuses_grad for table in trainer.fused_grad_embeddings)
+    grads = {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}
+    return grads, len(added), began
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "parallel"),
+    slow_but(
+        {2, 3, 5, 7},
+        [
+            ("gpt2", "fp64", {"pp": 2}),
+            ("gpt2", "bf16", {"pp": 2, "pipeline": "gpipe"}),
+            ("gpt2", "fp16", {"pp": 2, "pipeline": "zb_h1"}),
+            ("gpt2", "fp32", {"pp": 2, "dp": 2}),
+            ("gpt2", "bf16", {"pp": 2, "dp": 2, "pipeline": "zb_h1"}),
+            ("gpt2", "fp64", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}),
+            ("bert", "bf16", {"pp": 2, "pipeline": "gpipe"}),
+            ("llama", "bf16", {}),
+            ("llama", "fp64", {"dp": 2}),
+        ],
+    ),
+)
+def test_early_sums_are_those_of_autograd_bit_for_bit(
+    kind: str, dtype: str, parallel: dict[str, Any]
+) -> None:
+    """On every rank; and buckets are reduced in the last backward pass as before."""
+    spec = spec_of(kind, dtype, **parallel)
+    sizes = {axis: parallel.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    late, early = (run_on_ranks(gradients_by, spec, way, **sizes) for way in ("late", "early"))
+    each = 2 * MICRO_BATCHES // sizes["dp"]
+    assert {added for _, added, _ in late} == {0}
+    assert {added for _, added, _ in early} == ({0, each} if sizes["pp"] > 1 else {each})
+    for (expected, _, began), (found, _, begins) in zip(late, early, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+        assert begins == began
+        assert all(begins)
+        assert bool(begins) == (sizes["dp"] > 1)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_table_that_embeds_and_scores_gets_both_terms(kind: str, dp: int) -> None:
+    """Over several micro-batches it differs from autograd's sum by the order of terms alone."""
+    spec = spec_of(kind, "fp64", dp=dp)
+    for (expected, none, _), (found, added, began) in zip(
+        *(run_on_ranks(gradients_by, spec, way, dp=dp) for way in ("late", "early")), strict=True
+    ):
+        assert (none, added) == (0, 2 * MICRO_BATCHES // dp)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert all(began)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_both_terms_of_one_micro_batch_are_autograds_bit_for_bit(kind: str, dtype: str) -> None:
+    spec = spec_of(kind, dtype)
+    spec = replace(spec, train=replace(spec.train, global_batch_size=spec.train.micro_batch_size))
+    (expected, none, _), (found, added, _) = (
+        run_on_ranks(gradients_by, spec, way)[0] for way in ("late", "early")
+    )
+    assert (none, added) == (0, 2)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def early_names(ctx: ParallelContext, spec: PretrainConfig) -> list[str]:
+    """Names of the tables whose gradients the loss adds."""
+    trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
+    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
+    return [names[table] for table in trainer.fused_grad_embeddings]
+
+
+def test_sharded_tables_stay_with_fsdp_and_losses_of_user_families_with_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 keeps gradients elsewhere than in `grad`; user families may scale a loss, or recompute it."""
+    sharded, whole = (
+        run_on_ranks(early_names, spec_of("llama", "fp32", dp=2, zero=zero), dp=2) for zero in (2, 0)
+    )
+    assert sharded == [[], []]
+    assert "output" in whole[0]
+    monkeypatch.setattr(of_trainer, "KINDS", {})
+    assert early_names(ParallelContext(), spec_of("llama", "fp32")) == []
+
+
+def bytes_of_tables(overrides: str, micro_batches: int, device: torch.device) -> int:
+    """The most bytes that the last stage holds in tensors of the table's size and more."""
+    size = f"train.global_batch_size={micro_batches} train.micro_batch_size=1 data.seq_length=16"
+    ready = config_of(*f"pp=2 model.vocab_size=4096 {size} {overrides}".split())
+    found = dry_run(ready, 1, device=device, in_full=True)
+    table = 4 * 4096 * ready.model.hidden_size
+    held = most = 0
+    for block, change in found.log.events:
+        held += change if block.size >= table else 0
+        most = max(most, held)
+    return most // table
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), META], ids=str)
+@pytest.mark.parametrize("pipeline", slow_but({0}, ["gpipe", "1f1b"]))
+def test_the_last_stage_holds_no_table_for_a_micro_batch_in_flight(
+    pipeline: str, device: torch.device
+) -> None:
+    """Weights, gradient, moments, and what one chunk of logits needs."""
+    few, many = (bytes_of_tables(f"pipeline={pipeline} precision=bf16", m, device) for m in (2, 12))
+    assert few == many
+
+
+def table() -> tuple[VocabParallelEmbedding, Tensor, Tensor]:
+    """A table, hidden states and labels."""
+    torch.manual_seed(0)
+    made = VocabParallelEmbedding(VOCAB, VOCAB, 8, tp=Axis("tp"))
+    return made, torch.randn(5, 8, requires_grad=True), torch.randint(0, VOCAB, (5,))
+
+
+def test_the_loss_adds_nothing_without_gradients_or_after_a_step_that_broke_off() -> None:
+    made, hidden, labels = table()
+    with fuse_embedding_grad([made]), torch.no_grad():
+        linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    with pytest.raises(KeyboardInterrupt), fuse_embedding_grad([made]):
+        raise KeyboardInterrupt
+    linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    assert made.weight.grad is None
+
+
+def test_a_gradient_once_added_for_a_seed_of_1_takes_no_other() -> None:
+    made, hidden, labels = table()
+    with fuse_embedding_grad([made]):
+        loss = linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="seed of 1"):
+        (2 * loss).backward()
+
+
+def test_a_gpu_adds_both_factors_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "ORDERED", ())
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    first, second = torch.randn(3, 2), torch.randn(3, 2).bfloat16()
+    cross_entropy.add_to_grad(weight, first.clone(), torch.tensor(0.5))
+    with Operators() as seen:
+        cross_entropy.add_to_grad(weight, second, torch.tensor(0.25))
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, 0.5 * first + 0.25 * second.float())
+    assert "aten.addcmul_.default" in seen.names

@@ -111,17 +111,6 @@ def spec(out: Path, **model: Any) -> PretrainConfig:
     return replace(base, out=str(out), model=replace(base.model, **model))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"num_heads": 2}, {"hidden_dropout": 0.2}],
-    ids=str,
-)
-def test_a_run_is_not_resumed_as_another_function(run: Path, changed: dict[str, Any]) -> None:
-    assert run_start_problems(spec(run)) == []
-    (error,) = run_start_problems(spec(run, **changed))
-    assert error.startswith(f"model.{next(iter(changed))}=")
-
-
 def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path: Path) -> None:
     """Seed, dropout and data are the new run's own."""
     given = Trainer(spec(tmp_path / "given"), shape_context())

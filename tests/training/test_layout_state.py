@@ -64,16 +64,6 @@ def resume(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> tuple[list[
     return straight, losses + steps_of(second, 2)
 
 
-@pytest.mark.slow
-def test_a_run_moves_through_layouts(tmp_path: Path) -> None:
-    """Two steps at each layout in turn, a checkpoint between: the losses of one process, to rounding."""
-    losses = []
-    for parallel in [*LAYOUTS, ParallelConfig()]:
-        losses += run_on_ranks(two_steps_more, tmp_path, spec_of(parallel), **sizes(parallel))[0]
-    alone = steps_of(Trainer(spec_of(ParallelConfig()), shape_context()), len(losses))
-    assert losses == pytest.approx(alone, abs=1e-10)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     slow_but(

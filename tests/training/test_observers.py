@@ -18,7 +18,7 @@ from mlm.config.fields import POSITIVE
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
-from mlm.training.loop import user_code
+from mlm.training.loop import resume_command
 from mlm.training.observer import DeferredCheck, Observer, Observers, StepOutcome
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -109,7 +109,8 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
         PretrainConfig, read_manifest(tmp_path / "checkpoints" / "step-00000002").state["config"]
     )
     assert saved.train.observers == ({"use": f"{__name__}:Counts", "every": 2},)
-    assert user_code(saved) == [f'train.observers=[{{every:2,use:"{__name__}:Counts"}}]']
+    typed = f'train.observers=[{{every:2,use:"{__name__}:Counts"}}]'
+    assert resume_command("pretrain", tmp_path, saved)[3:] == [typed]
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
     typed = capsys.readouterr().err.partition("if you trust it, type '")[2].partition("' or set")[0]
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0

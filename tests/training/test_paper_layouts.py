@@ -1,7 +1,7 @@
 """The papers' largest layouts, any rank of them, on the meta device with a fake process group."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,9 +15,6 @@ from mlm.data.sampler import Batch
 from mlm.models.gpt2.model import NextToken
 from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import ParallelContext, build_mesh, shape_context
-from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
-from mlm.parallel.pipeline.lower import lower
-from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.sharding import parameter_shards
 from mlm.runs.config import PretrainConfig
 from mlm.training.pipelined import PipelinedModel
@@ -125,33 +122,3 @@ def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
         for parameter in model.chunks[0].parameters():
             assert parameter.grad is not None
             assert parameter.grad.shape == parameter.shape
-
-
-def transfers_of(schedule: str, p: int, v: int, m: int) -> Callable[[int], tuple[int, int]]:
-    plan = lower(build_schedule(schedule, stages=p, chunks=v, micro_batches=m))
-    assert plan.bubble == pytest.approx((p - 1) / (v * m))
-
-    def transfers(rank: int) -> tuple[int, int]:
-        mine = plan.instructions[rank]
-        assert sum(isinstance(i, Action) and i.op is Op.FORWARD for i in mine) == v * m
-        return sum(isinstance(i, Send) for i in mine), sum(isinstance(i, Receive) for i in mine)
-
-    return transfers
-
-
-@pytest.mark.slow
-def test_the_schedules_of_the_papers_layouts() -> None:
-    """512 micro-batches through 64 stages, and 280 through 35 ranks of 3 chunks: bubble, sends, receives."""
-    sc21, interleaved = config_of(SC21), config_of(INTERLEAVED)
-    assert _micro_batches(sc21) == 512
-    transfers = transfers_of("1f1b", 64, 1, 512)
-    assert [transfers(0), transfers(31), transfers(63)] == [(512, 512), (1024, 1024), (512, 512)]
-    m = _micro_batches(interleaved)
-    transfers = transfers_of("1f1b", 35, 3, m)
-    assert transfers(0) == (5 * m, 5 * m)  # the first stage sends no gradient, the rest goes round
-    assert transfers(17) == (6 * m, 6 * m)
-
-
-def _micro_batches(config: PretrainConfig) -> int:
-    assert config.parallel.dp is not None
-    return config.train.global_batch_size // (config.parallel.dp * config.train.micro_batch_size)

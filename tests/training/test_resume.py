@@ -1,4 +1,4 @@
-"""The start of a run: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
+"""The start of a run: its newest whole checkpoint, also after a roll-back; a lock; weights alone."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, step_name
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.checkpoint.parameters import model_shards
 from mlm.cli.pretrain.run import start_from_source
@@ -89,25 +90,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_na
     assert steps_of(trainer, 4) == straight[1][4:]
 
 
-@pytest.mark.parametrize("damage", ["flipped shard", "cut shard"])
-def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage: str) -> None:
-    for step in reversed(STEPS):
-        DAMAGES[damage](out / "checkpoints" / step)
-    with pytest.raises(CorruptFileError, match=r"(none of 3 checkpoints|no checkpoint) is whole"):
+def test_a_run_does_not_start_afresh_over_checkpoints_whose_damage_only_reading_shows(out: Path) -> None:
+    for step in STEPS:
+        flip(out / "checkpoints" / step / "rank-00000.safetensors")
+    with pytest.raises(CorruptFileError, match="none of 3 checkpoints is whole"):
         resume(Trainer(spec(out), shape_context()))
-
-
-def test_a_damaged_step_that_was_named_has_no_substitute_and_a_run_that_was_named_has(
-    out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    named = out / "checkpoints" / STEPS[2]
-    flip(named / "rank-00000.safetensors")
-    with pytest.raises(CorruptFileError, match=f"{STEPS[2]}.*damaged"):
-        resume(Trainer(origin(tmp_path / "new", named, "from_run"), shape_context()))
-    trainer = Trainer(origin(tmp_path / "new", out, "from_run"), shape_context())
-    assert resume(trainer) == out / "checkpoints" / STEPS[1]
-    assert STEPS[2] in caplog.text
-    assert (trainer.step, trainer.consumed_samples) == (4, 32)
 
 
 def origin(new: Path, name: Path, key: str) -> PretrainConfig:
@@ -123,16 +110,6 @@ def test_a_run_s_own_checkpoint_comes_before_the_named_one(out: Path, tmp_path: 
     ]
 
 
-def test_a_run_continues_in_another_folder_as_in_its_own(
-    out: Path, straight: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    trainer = Trainer(origin(tmp_path / "new", out, "from_run"), shape_context())
-    assert resume(trainer) == out / "checkpoints" / STEPS[2]
-    assert steps_of(trainer, 2) == straight[1][6:]
-    (change,) = trainer.ancestry.changes
-    assert change == {"step": 6, "key": "out", "from": str(out), "to": str(tmp_path / "new")}
-
-
 def test_weights_of_a_run_begin_another_at_step_0_with_fresh_moments(out: Path, tmp_path: Path) -> None:
     """Seed and schedule are the new run's own; the model must be the same function."""
     config = replace(origin(tmp_path / "new", out, "ckpt"), seed=5)
@@ -145,14 +122,6 @@ def test_weights_of_a_run_begin_another_at_step_0_with_fresh_moments(out: Path, 
     for a, b in zip(given.shards, trainer.shards, strict=True):
         assert torch.equal(a.parameter, b.parameter)
     assert not any(state["exp_avg"].any() for state in trainer.optimizer.state.values())
-
-
-@pytest.mark.parametrize("key", ["ckpt", "from_run"])
-def test_a_run_that_has_begun_is_not_begun_with_something_else(out: Path, tmp_path: Path, key: str) -> None:
-    typed = "ckpt" if key == "ckpt" else "resume"
-    (error,) = run_start_problems(origin(out, tmp_path / "other", key))
-    assert error.startswith(f"{typed}={tmp_path / 'other'}: the run in {out} has begun without {typed}=")
-    assert error.endswith(f"continue it by resume={out}, or set another out=…")
 
 
 def test_weights_alone_are_not_continued_elsewhere(tmp_path: Path) -> None:
@@ -270,3 +239,79 @@ def test_all_ranks_hear_that_the_folder_is_taken(out: Path) -> None:
     assert first == second
     assert "in use by process" in first
     assert run_on_ranks(claim_on, out, dp=2) == ["mine", "mine"]
+
+
+def go(out: Path, *ends: int, keep_last: int = 9) -> None:
+    """Resume the run, if there is one, and save at these steps."""
+    base = replace(config(dtype="fp32"), out=str(out), checkpoint=CheckpointConfig(keep_last=keep_last))
+    trainer = Trainer(base, shape_context())
+    resume(trainer)
+    for end in ends:
+        steps_of(trainer, end - trainer.step)
+        save(trainer, out)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1, 2, 4 and 6; then a roll-back to 2, and steps 3 and 5: 4 and 6 are set aside."""
+    out = tmp_path_factory.mktemp("run")
+    go(out, 1, 2, 4, 6)
+    (out / "checkpoints" / LATEST).write_text(f"{step_name(2)}\n")
+    go(out, 3, 5)
+    return out
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "run")
+    return tmp_path / "run/checkpoints"
+
+
+def damage(root: Path, step: int) -> None:
+    (root / step_name(step) / "rank-00000.safetensors").write_bytes(b"short")
+
+
+def test_a_checkpoint_names_the_saves_it_descends_from(root: Path) -> None:
+    past = read_manifest(root / step_name(5)).state["lineage"]["ancestors"]
+    assert [step for step, _ in past] == [1, 2, 3]
+    assert past[-1][1] == read_manifest(root / step_name(3)).save_id
+
+
+@pytest.mark.parametrize("loss", [shutil.rmtree, lambda path: (path / "manifest.json").unlink()])
+def test_a_lost_checkpoint_gives_way_to_its_parent_not_to_an_abandoned_one(root: Path, loss: object) -> None:
+    loss(root / step_name(5))  # type: ignore[operator]
+    assert latest_checkpoint(root) == root / step_name(3)
+
+
+def test_the_first_save_after_going_back_sets_the_abandoned_ones_aside(root: Path) -> None:
+    names = [path.name for path in sorted(root.glob("*step-*"))]
+    assert names == [f"aside-{step_name(step)}" for step in (4, 6)] + [step_name(s) for s in (1, 2, 3, 5)]
+
+
+def test_where_all_up_to_latest_are_damaged_a_newer_one_is_named_not_taken(root: Path) -> None:
+    (root / LATEST).write_text(step_name(3))
+    for step in (1, 2, 3):
+        damage(root, step)
+    with pytest.raises(CorruptFileError, match=r"To continue from step-00000005, write its name into"):
+        latest_checkpoint(root)
+
+
+@pytest.mark.parametrize("place", [0, 6])
+def test_latest_that_names_no_checkpoint_is_reported_and_the_newest_continues(
+    root: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = bytearray((root / LATEST).read_bytes())
+    content[place] ^= 1
+    (root / LATEST).write_bytes(content)
+    assert latest_checkpoint(root) == root / step_name(5)
+    assert "latest" in caplog.text
+    (root / LATEST).unlink()
+    assert latest_checkpoint(root) == root / step_name(5)
+
+
+def test_a_save_prunes_its_own_past_alone(root: Path) -> None:
+    go(root.parent, 7, keep_last=1)
+    assert [path.name for path in sorted(root.glob("*step-*"))] == [
+        *(f"aside-{step_name(step)}" for step in (4, 6)),
+        step_name(7),
+    ]

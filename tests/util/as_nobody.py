@@ -4,7 +4,7 @@ import importlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -25,19 +25,21 @@ def open_folder() -> Iterator[Path]:
         rmtree(folder)
 
 
-def as_nobody(work: Callable[[], int]) -> int:
-    """The result of `work` by the user nobody where this process is root's.
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Within, this process is the user nobody's where it is root's.
 
-    In this process: threads of PyTorch may hold locks that a forked child would wait for.
+    It is no forked one: threads of PyTorch may hold locks that a child would wait for.
     """
     if os.geteuid() != 0:
-        return work()
+        yield
+        return
     group, groups = os.getgid(), os.getgroups()
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, group)
     os.setresuid(NOBODY, NOBODY, 0)
     try:
-        return work()
+        yield
     finally:
         os.setresuid(0, 0, 0)
         os.setresgid(group, group, group)

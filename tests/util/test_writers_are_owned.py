@@ -20,9 +20,11 @@ ALLOWED = {
     "corpus/stages/publish.py": "moves what it merged into the corpus",
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
+    "data/stored_corpus.py": "blocks in the mirror that it made",
     "launch/doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
     "util/lock.py": "its own lock, and temporary folders that are over, by name, owner and lock",
     "training/mirror.py": "sparse files in a temporary folder, which stands for the store",
+    "runs/journal.py": "incomplete files of a folder that is being written, in its work folder",
     "runs/folder.py": "names a finished folder, over an empty one at most",
     "util/results.py": "gives an earlier result that is to be kept a name of its own",
 }
@@ -33,6 +35,7 @@ WRITERS = {
     "corpus/stages/group.py": "its own files in the work folder",
     "data/indexed.py": "parts of the pair that it writes",
     "training/mirror.py": "manifests in a temporary folder, which stands for the store",
+    "data/stored_corpus.py": "blocks of its own cache, under a name of the thread that writes",
     "launch/child_run.py": "logs of runs in the folder of a verify-resume",
 }
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.verify.audit.record import AuditSubject, Split
@@ -32,6 +33,20 @@ class Reduce(torch.autograd.Function):
         return grad, None, None
 
 
+class OwnSlice(torch.autograd.Function):
+    """Parts of all ranks along the last dimension; backward takes this rank's, and should sum before."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, parts = group, [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+
+
 class Layer(nn.Module):
     """norm, column-parallel, row-parallel."""
 
@@ -46,7 +61,13 @@ class Layer(nn.Module):
         y = self.norm(x)
         if self.mistake != "backward":
             y = Reduce.apply(y, self.group, False)
-        y = self.down(self.up(y).tanh())
+        width = self.up.weight.shape[0] if self.mistake == "width" else 2 * HIDDEN
+        y = self.up(y) / width
+        if self.mistake == "statistics":
+            y = (y - y.mean(-1, keepdim=True)) / y.var(-1, keepdim=True).sqrt()
+        if self.mistake == "slice":  # each rank needs a column of the other
+            y = OwnSlice.apply(y, self.group).roll(1, -1).chunk(self.group.size(), -1)[self.group.rank()]
+        y = self.down(y.tanh())
         return x + (y if self.mistake == "forward" else Reduce.apply(y, self.group, True))
 
 
@@ -92,9 +113,59 @@ def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-d
     )
 
 
-forward, backward, replicas, norm, loss = (
-    partial(build, mistake=m) for m in ("forward", "backward", "replicas", "norm", "loss")
+MISTAKES = "forward", "backward", "replicas", "norm", "loss", "width", "statistics", "slice"
+forward, backward, replicas, norm, loss, width, statistics, slice_ = (
+    partial(build, mistake=m) for m in MISTAKES
 )
+
+
+def two_micro_batches(mesh, mistake: str) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh, mistake)
+
+    def step() -> Tensor:
+        losses = [subject.module(x).square().mean() / 2 for x in subject.batch.chunk(2)]
+        for each in losses:
+            each.backward()
+        return torch.stack(losses).sum().detach()
+
+    subject.step = step
+    return subject
+
+
+slice_of_micro_batches = partial(two_micro_batches, mistake="slice")
+
+
+def other_heads(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    """Of two key heads on four ranks, rank r holds r % 2."""
+    tp, weight = mesh["tp"].get_group(), torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1))
+    module = nn.Linear(HIDDEN, 4 if tp.size() == 1 else 2, bias=False)
+    module.weight.data = weight if tp.size() == 1 else weight.chunk(2)[tp.rank() % 2].clone()
+    return AuditSubject(module=module, batch=torch.ones(2, HIDDEN), loss=lambda y: y.square().mean())
+
+
+class PairedHeads(nn.Module):
+    """Four heads of queries and two of keys, which `repeat` pairs in another order than on each rank."""
+
+    def __init__(self, group) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.group = group
+        self.query = nn.Linear(HIDDEN, 8 // group.size(), bias=False)
+        self.key = nn.Linear(HIDDEN, 4 // group.size(), bias=False)
+        self.out = nn.Linear(8 // group.size(), HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [S, H]
+        x = Reduce.apply(x, self.group, False)
+        query = self.query(x).unflatten(-1, (-1, 2))
+        key = self.key(x).unflatten(-1, (-1, 2)).repeat(1, 2, 1)
+        scores = torch.einsum("snd,tnd->nst", query, key).softmax(-1)
+        return Reduce.apply(self.out(torch.einsum("nst,tnd->snd", scores, key).flatten(1)), self.group, True)
+
+
+def paired_heads(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    batch = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(mesh["tp"].get_local_rank())
+    module = PairedHeads(mesh["tp"].get_group())
+    return AuditSubject(module=module, batch=batch, loss=lambda y: y.square().mean())
 
 
 class NoElements(nn.Module):
@@ -111,6 +182,20 @@ class NoElements(nn.Module):
 def no_elements(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     subject = build(mesh)
     subject.module.append(NoElements())
+    return subject
+
+
+class StochasticDepth(nn.Module):
+    """Skips whole samples: a dropout of ones, which are alike for all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.dropout(x.new_ones(len(x), 1), 0.5)
+
+
+def stochastic_depth(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh)
+    subject.module.append(StochasticDepth())
+    torch.manual_seed(mesh["dp"].get_local_rank())
     return subject
 
 

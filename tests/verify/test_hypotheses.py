@@ -10,9 +10,9 @@ from torch._subclasses import FakeTensorMode
 from mlm.verify.audit.compare import Comparison
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.formats import Formats
-from mlm.verify.audit.hypotheses import LossRows
 from mlm.verify.audit.record import Key, Record
 
+WIDTH = 24
 TP = {"pp": 1, "dp": 1, "cp": 1, "tp": 2}
 
 
@@ -20,11 +20,14 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def finding(kind: str, wrong: list[Tensor], right: Tensor, **more: Tensor) -> Finding | None:
-    """Of a step of a split matrix w and a copied vector b, whose tensor of a kind is wrong on two ranks."""
-    start = {"w": draw(6, 4), "b": draw(4, seed=1)}
-    grads = {"w": draw(6, 4, seed=2), "b": draw(4, seed=3)}
-    ends = {name: x + 0.01 * draw(*x.shape, seed=4) for name, x in start.items()} | more
+def finding(kind: str, wrong: list[Tensor], right: Tensor, *, w_factor: float = 1.0) -> Finding | None:
+    """Of a step of a split matrix w and a copied vector b, whose tensor of a kind is wrong on two ranks.
+
+    There w moves `w_factor` times as far as it should.
+    """
+    start = {"w": draw(6, 4), "b": draw(WIDTH, seed=1)}
+    grads = {"w": draw(6, 4, seed=2), "b": draw(WIDTH, seed=3)}
+    ends = {name: x + 0.01 * draw(*x.shape, seed=4) for name, x in start.items()}
     norm = torch.tensor(math.sqrt(sum(float(g.square().sum()) for g in grads.values())), dtype=torch.float64)
     whole = Record({Key(0, "initial", name): x for name, x in start.items()})
     whole.tensors |= {Key(0, "gradient", name): x for name, x in grads.items()} | {
@@ -34,6 +37,8 @@ def finding(kind: str, wrong: list[Tensor], right: Tensor, **more: Tensor) -> Fi
     ranks = {}
     for rank in range(2):
         tensors = {k: x.chunk(2)[rank] if k.name == "w" else x for k, x in whole.tensors.items()}
+        moved = start["w"] + w_factor * (ends["w"] - start["w"])
+        tensors[Key(0, "weight", "w")] = moved.chunk(2)[rank]
         name = {"norm": "norm", "weight": "b"}[kind]
         tensors[Key(0, kind, name)] = wrong[rank]
         ranks[0, 0, 0, rank] = Record(tensors, {"w": None, "b": None})
@@ -52,7 +57,7 @@ def finding(kind: str, wrong: list[Tensor], right: Tensor, **more: Tensor) -> Fi
     ],
 )
 def test_norm_gets_the_cause_whose_formula_gives_its_number(formula, cause: str) -> None:  # type: ignore[no-untyped-def]
-    w, b = draw(6, 4, seed=2).square(), draw(4, seed=3).square().sum()
+    w, b = draw(6, 4, seed=2).square(), draw(WIDTH, seed=3).square().sum()
     found = finding("norm", formula(torch.stack([x.sum() for x in w.chunk(2)]), b), b)
     assert found is not None
     assert found.cause == cause
@@ -65,34 +70,25 @@ def test_norm_gets_the_cause_whose_formula_gives_its_number(formula, cause: str)
         (lambda start, end: start + 2 * (end - start), "update scaled"),
         (lambda start, end: start, "not updated"),
         (lambda start, end: torch.cat([start[:2], end[2:]]), "partly updated"),
-        (lambda start, end: end + 0.01 * draw(4, seed=9), "update depends on the layout"),
+        (lambda start, end: start + (end - start + 0.01 * start).roll(-1) - 0.01 * start, "shards shifted"),
+        (lambda start, end: end + 0.01 * draw(WIDTH, seed=9), "update depends on the layout"),
     ],
 )
 def test_update_gets_the_cause_whose_formula_gives_its_weights(formula, cause: str) -> None:  # type: ignore[no-untyped-def]
-    start = draw(4, seed=1)
-    end = start + 0.01 * draw(4, seed=4)
+    start = draw(WIDTH, seed=1)
+    end = start + 0.01 * draw(WIDTH, seed=4)
     found = finding("weight", [formula(start, end)] * 2, end)
     assert found is not None
     assert found.cause == cause
 
 
-def test_rows_of_a_smoothed_loss_with_z_loss_are_read_from_its_gradient() -> None:
-    logits, labels = draw(5, 8).requires_grad_(), torch.tensor([0, 3, 7, 7, 2])
-    weights = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
-    log_sum = logits.logsumexp(-1)
-    label = logits.gather(-1, labels[:, None])[:, 0]
-    (weights * (log_sum - 0.9 * label - 0.1 * logits.mean(-1) + 0.01 * log_sum.square())).sum().backward()
-    assert logits.grad is not None
-    rows = LossRows.fit(logits.detach().softmax(-1), logits.grad)
-    assert rows is not None
-    torch.testing.assert_close(rows.w, 0.9 * weights)
-    torch.testing.assert_close(rows.s, -0.1 / 8 * weights)
-    torch.testing.assert_close(rows.a, weights * (1 + 0.02 * log_sum.detach()))
-    assert rows.label[rows.counts].tolist() == [0, 3, 7, 2]
-
-
-def test_a_gradient_of_another_loss_has_no_rows() -> None:
-    assert LossRows.fit(draw(5, 8).softmax(-1), draw(5, 8, seed=1)) is None
+def test_updates_may_have_a_factor_by_parameter() -> None:
+    start = draw(WIDTH, seed=1)
+    end = start + 0.01 * draw(WIDTH, seed=4)
+    found = finding("weight", [start + 0.64 * (end - start)] * 2, end, w_factor=0.8)
+    assert found is not None
+    assert found.cause == "update scaled"
+    assert "0.8 (w), 0.64 (b)" in found.sentence
 
 
 def test_counts_are_not_moved_and_what_is_rounded_is_by_a_unit() -> None:

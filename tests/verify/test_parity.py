@@ -115,7 +115,7 @@ def test_a_model_beyond_the_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     needed = 2 * 5 * 8 * count_parameters(config.model)
     monkeypatch.setattr(module, "available_memory", lambda: needed - 1)
     (problem,) = preflight(config)
-    assert problem.startswith("model.num_layers=72: the whole model beside its layout takes more than 66")
+    assert problem.startswith("model.num_layers=72: the whole model and its layout take more than 66")
     monkeypatch.setattr(module, "available_memory", lambda: needed)
     assert not preflight(config)
 

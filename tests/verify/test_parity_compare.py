@@ -29,7 +29,7 @@ from tests.verify.parity_layouts import (
     verdict_of,
 )
 
-QUICK = {0, 8, 16, 24, 32, 67}
+QUICK = {0, 8, 16, 24, 32, 52, 67, 73}
 """Layouts of each family that `make test` compares; `make test-slow` compares the others."""
 TRUE_UPDATE = Trainer.clip_and_update
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from mlm.verify.audit.calls import explain_samples
 from mlm.verify.audit.compare import Comparison
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import ADDEND, AXES, REPLAY, SQUARE, Key, Record
+from mlm.verify.audit.record import ADDEND, AXES, SQUARE, Key, Record
 
 MEAN = 0.25
 """Factor of each of two replicas' two micro-batches."""
@@ -72,6 +72,13 @@ def test_a_weight_on_two_stages_gets_the_cause_of_its_factors(factors: list[list
     found = finding_of_gradients(factors, "pp", right=1.0)
     assert found is not None
     assert found.cause == cause
+
+
+def test_gradients_clipped_before_their_sum_are_told_from_others_that_count_unequally() -> None:
+    norms = [float(sum(draw(6, 4, seed=10 * rank + micro) for micro in range(2)).norm()) for rank in range(2)]
+    found = finding_of_gradients([[0.2 / norms[0]] * 2 + [0.2 / norms[1]] * 2] * 2)
+    assert found is not None
+    assert found.cause == "clipped before the sum"
 
 
 def test_a_gradient_of_other_addends_has_no_factors() -> None:
@@ -141,16 +148,11 @@ def test_norms_of_a_ranks_part_of_what_is_recorded_whole_are_told() -> None:
     assert found.cause == "norm misses parameters"
 
 
-def test_an_update_of_a_part_as_if_it_were_all_is_told() -> None:
-    start, moves = draw(6, 4), draw(6, 4, seed=1)
-    whole = Record({Key(0, "initial", "w"): start, Key(0, "weight", "w"): start + 0.1 * moves}, {"w": None})
-    parts = [x + 0.1 * draw(3, 4, seed=2 + n) for n, x in enumerate(start.chunk(2))]
-    ranks = [
-        Record({Key(0, "initial", "w"): x, Key(0, "weight", "w"): part}, {"w": None})
-        for x, part in zip(start.chunk(2), parts, strict=True)
-    ]
-    comparison = comparison_of("tp", whole, ranks)
-    comparison.replayed = Record({Key(0, REPLAY, "w", call=n): x for n, x in enumerate(parts)})
-    found = diagnose(comparison)
+def test_an_update_of_a_weight_that_begins_at_zero_is_told_by_its_factor() -> None:
+    moved = draw(4)
+    start = {Key(0, "initial", "b"): torch.zeros(4, dtype=torch.float64)}
+    whole = Record(start | {Key(0, "weight", "b"): moved}, {"b": None})
+    ranks = [Record(start | {Key(0, "weight", "b"): 2 * moved}, {"b": None}) for _ in range(2)]
+    found = diagnose(comparison_of("dp", whole, ranks))
     assert found is not None
-    assert found.cause == "part taken for all"
+    assert "weights move 2 times as far" in found.sentence

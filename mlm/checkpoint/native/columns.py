@@ -78,8 +78,8 @@ class Chunks(Collection[Chunk]):
 class Columns:
     """The chunks of many tensors, sorted by tensor: tensor and file [n], offset and size [n, dims].
 
-    `dims` is that of the tensor that has the most, at least 1; of the others, offset is 0 and size 1 beyond
-    their own. `shapes` are those of the tensors.
+    `dims` is the largest of all tensors, at least 1; of the others, offset is 0 and size 1 beyond
+    their own. `shapes` are the tensors'.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -112,12 +112,12 @@ def columns_of(
     shapes: Sequence[tuple[int, ...]], chunks: Sequence[Collection[Chunk]], files: Sequence[str]
 ) -> Columns:
     """Return the chunks of each tensor in columns; `files` gives the order of files."""
-    dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
+    dims, number_of = dims_of(shapes), {name: number for number, name in enumerate(files)}
     none = np.zeros((0, dims), np.int64)
     of_file, offsets, sizes = [np.zeros(0, np.int32)], [none], [none]
     for shape, of_tensor in zip(shapes, chunks, strict=True):
         rows = Chunks.of(of_tensor, len(shape))
-        of_file.append(np.array([place.get(name, -1) for name in rows.names], np.int32)[rows.file])
+        of_file.append(np.array([number_of.get(name, -1) for name in rows.names], np.int32)[rows.file])
         offsets.append(padded(rows.offset, dims, 0))
         sizes.append(padded(rows.size, dims, 1))
     tensor = np.repeat(np.arange(len(chunks), dtype=np.int32), [len(of_tensor) for of_tensor in chunks])
@@ -196,9 +196,9 @@ def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
     count = prod(shape)
     # A forged shape may have more elements than an int64 counts.
     volumes = size.prod(1).tolist() if count < 1 << 62 else map(prod, size.tolist())
-    if (held := sum(volumes)) != count:
-        why = "there is a hole" if held < count else "pieces overlap"
-        return f"its {len(chunks)} pieces hold {held} of {count} elements: {why}"
+    if (stored := sum(volumes)) != count:
+        why = "there is a hole" if stored < count else "pieces overlap"
+        return f"its {len(chunks)} pieces hold {stored} of {count} elements: {why}"
     if len(chunks) <= 1:
         return None
     dims = np.flatnonzero((size != full).any(0))
@@ -217,5 +217,5 @@ def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
 
     whole = odd_corners(np.zeros_like(full)[None], full[None])
     if not np.array_equal(odd_corners(offset, offset + size), whole):
-        return f"its {len(chunks)} pieces hold {held} of {count} elements: pieces overlap"
+        return f"its {len(chunks)} pieces hold {stored} of {count} elements: pieces overlap"
     return None

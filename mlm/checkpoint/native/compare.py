@@ -190,5 +190,5 @@ def _magnitude(x: Tensor) -> float:
         largest = max(-float(low), float(high))
         if math.isfinite(largest):
             return largest
-    whole = x.double()
-    return float(torch.where(whole.isfinite(), whole, 0.0).abs().max())
+    wide = x.double()
+    return float(torch.where(wide.isfinite(), wide, 0.0).abs().max())

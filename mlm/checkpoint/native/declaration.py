@@ -32,7 +32,6 @@ HEAD = struct.Struct("<Q")
 
 
 def file_name(rank: int) -> str:
-    """Name of the shard file of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -47,8 +46,8 @@ def declare_shards(shards: Mapping[str, TensorShard], step: int, main_step: int)
         [name, DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, asdict(shard.split)]
         for name, shard in shards.items()
     ]
-    held = [[Chunk("", shard.region)] if shard.tensor.numel() else [] for shard in shards.values()]
-    columns = columns_of([shard.global_shape for shard in shards.values()], held, [""])
+    chunks = [[Chunk("", shard.region)] if shard.tensor.numel() else [] for shard in shards.values()]
+    columns = columns_of([shard.global_shape for shard in shards.values()], chunks, [""])
     table = zlib.compress(json.dumps(rows).encode(), 1)
     return HEAD.pack(len(table)) + table + encode_columns(columns)
 
@@ -73,8 +72,8 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
                         f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
                     )
             numbers = {name: number for number, name in enumerate(entries)}
-            places = np.array([numbers[name] for name, *_ in rows], np.int32)
-            tables[table] = places, [tuple(shape) for _, _, shape, _ in rows]
+            numbers_of_rows = np.array([numbers[name] for name, *_ in rows], np.int32)
+            tables[table] = numbers_of_rows, [tuple(shape) for _, _, shape, _ in rows]
         of_rows, shapes = tables[table]
         columns = decode_columns(content[end:], shapes, 1)
         parts.append((of_rows[columns.tensor], rank, columns))

@@ -87,11 +87,11 @@ class Ranks:
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag True if it is true on some rank. All ranks pass equally many."""
-        seen = torch.tensor(flags, dtype=torch.uint8)
+        any_flags = torch.tensor(flags, dtype=torch.uint8)
         if self.group is not None and flags:
             with self._waiting("all_reduce"):
-                dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in seen.tolist()]
+                dist.all_reduce(any_flags, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in any_flags.tolist()]
 
     def _waiting(self, op: str) -> Wait:
         return self.watch.waiting(f"{op} for a checkpoint", "world", tuple(range(self.world_size)))
@@ -110,7 +110,7 @@ class Ranks:
             result = work()
         except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting forever
             cause, shared = e, e if isinstance(e, UserError) else explain(e)
-        # a message of bounded size: every rank receives that of each
+        # a message of bounded size: every rank receives each rank's
         verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:2000]])
         failed = [verdict for verdict in verdicts if verdict]
         if not failed:

@@ -44,7 +44,6 @@ OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|\.nfs\w+|\..+\.\d+\.
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a step: step-00001000."""
     assert step >= 0
     return f"step-{step:08d}"
 
@@ -224,8 +223,8 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     best = latest_checkpoint(Path(path) / BEST / CHECKPOINTS)
     if best is not None:
         return best
-    place, alone = locate(path, setting)
-    return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
+    folder, is_checkpoint = locate(path, setting)
+    return folder if is_checkpoint else latest_checkpoint(folder) or _refuse_empty(path, setting)
 
 
 def best_note(path: str | Path, chosen: Path) -> str | None:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: how it is written, and checks before any of it is believed.
 
 The guide Checkpoints is the specification. A digest guards against accidents, not against an adversary
-(xxh3 is no cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
+(xxh3 is not a cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
 executed, that sizes are bounded before anything is read, and that file names cannot leave the directory.
 """
 
@@ -131,16 +131,9 @@ class Manifest:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of a directory that holds its shards.
 
-    Raises ValueError or TypeError when `state` cannot be said in JSON, CorruptFileError when what was written
-    could not be read, OSError.
+    Raises ValueError or TypeError when `state` is not JSON, CorruptFileError when what was written could not
+    be read, OSError.
     """
-    path, encoded = directory / MANIFEST, encode_manifest(manifest)
-    decode_manifest(encoded, path)  # what is published can be read
-    write_atomic(path, encoded)
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of MANIFEST. Raises as `write_manifest` does."""
     names = sorted(manifest.tensors)
     entries = [manifest.tensors[name] for name in names]
     columns = columns_of(
@@ -171,7 +164,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     encoded = canonical(body)
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest needs {len(encoded)} bytes, {MAX_MANIFEST_BYTES} is the limit")
-    return encoded
+    decode_manifest(encoded, directory / MANIFEST)  # what is published can be read
+    write_atomic(directory / MANIFEST, encoded)
 
 
 def pack(content: bytes) -> str:
@@ -217,11 +211,8 @@ def read_manifest_head(directory: Path) -> Manifest:
 def _read(directory: Path) -> bytes:
     if not directory.is_dir():
         raise UserError(f"{directory}: no such checkpoint. Set ckpt=… to a step-… or run directory")
-    path = directory / MANIFEST
-    size = regular_size(path)
-    if size > MAX_MANIFEST_BYTES:
-        raise CorruptFileError(f"{path}: {size} bytes, {MAX_MANIFEST_BYTES} is the limit. {RESTORE}")
-    return read_bounded(path, MAX_MANIFEST_BYTES, RESTORE)
+    regular_size(directory / MANIFEST)  # raises for a link or a pipe
+    return read_bounded(directory / MANIFEST, MAX_MANIFEST_BYTES, RESTORE)
 
 
 def regular_size(path: Path) -> int:
@@ -239,7 +230,7 @@ def regular_size(path: Path) -> int:
 
 
 def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = True) -> Manifest:
-    """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
+    """Parse and check the content of MANIFEST; `path` is for messages. Raises as `read_manifest` does."""
     try:
         body = parse_json(encoded)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -249,36 +240,33 @@ def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = Tru
             raise UserError(f"{path}: format version {version}, known up to {VERSION}. Upgrade mlm")
         if digest != digest_bytes(canonical(body)):
             raise ValueError("its digest does not match its content: it was altered")
-        return _build(body, version, digest, with_chunks)
+        step, save_id = whole_number(body["step"]), body["save_id"]
+        if version != VERSION or step > 10**18 - 1:  # eighteen digits in a name
+            raise ValueError(f"version {version} or step {step} is not in range")
+        # A save id is shown in messages, and compared.
+        if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > 100:
+            raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
+        if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
+            raise ValueError("files, tensors or state is not an object")
+        files = {name: _build_file(name, entry) for name, entry in body["files"].items()}
+        tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
+        if with_chunks:  # they tile the tensors and fit into the files
+            entries, names = list(tensors.values()), sorted(files)
+            columns = decode_columns(unpack(body["chunks"]), [entry.shape for entry in entries], len(files))
+            chunks = columns.by_tensor(names)
+            if problem := first_tiling_problem(tensors, columns.shapes, chunks):
+                raise ValueError(problem)
+            itemsizes = [entry.dtype.itemsize for entry in entries]
+            check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
+            both = zip(tensors.items(), chunks, strict=True)
+            tensors = {name: replace(entry, chunks=held) for (name, entry), held in both}
+        return Manifest(step, save_id, tensors, files, body["state"], digest)
     except UserError:
         raise
     except KeyError as e:
         raise CorruptFileError(f"{path}: damaged manifest, {e} is missing. {RESTORE}") from e
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptFileError(f"{path}: damaged manifest, {e}. {RESTORE}") from e
-
-
-def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
-    step, save_id = whole_number(body["step"]), body["save_id"]
-    if version != VERSION or step > 10**18 - 1:  # eighteen digits in a name
-        raise ValueError(f"version {version} or step {step} is not in range")
-    # a save id is shown in messages, and compared
-    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > 100:
-        raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
-    if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
-        raise ValueError("files, tensors or state is not an object")
-    files = {name: _build_file(name, entry) for name, entry in body["files"].items()}
-    tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
-    if with_chunks:  # they tile the tensors and fit into the files
-        entries, names = list(tensors.values()), sorted(files)
-        columns = decode_columns(unpack(body["chunks"]), [entry.shape for entry in entries], len(files))
-        chunks = columns.by_tensor(names)
-        if problem := first_tiling_problem(tensors, columns.shapes, chunks):
-            raise ValueError(problem)
-        itemsizes = [entry.dtype.itemsize for entry in entries]
-        check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
-        tensors = {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
-    return Manifest(step, save_id, tensors, files, body["state"], digest)
 
 
 def _build_file(name: str, entry: JSON) -> FileEntry:

@@ -35,7 +35,7 @@ def norm(x: Tensor) -> float:
 
 
 def joint_norm(norms: Sequence[float]) -> float:
-    """Norm of a tensor from those of its parts; NaN if one is."""
+    """Norm of a tensor from its parts' norms; NaN if one is."""
     total = math.hypot(*norms)
     return min(total, LARGEST) if total == total else NOT_FINITE
 
@@ -45,7 +45,7 @@ def with_norms(
     parts: Sequence[Mapping[str, float]],
     before: Mapping[str, float | None],
 ) -> dict[str, TensorEntry]:
-    """Add to entries the norms of their parts on all ranks, and those of the checkpoint before."""
+    """Add to entries the norms of their parts on all ranks, and in the checkpoint before."""
     pieces: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -55,15 +55,6 @@ def with_norms(
         name: replace(entry, norm=norms.get(name), norm_before=before.get(name))
         for name, entry in tensors.items()
     }
-
-
-def not_finite_problem(tensors: Mapping[str, TensorEntry]) -> str | None:
-    """The first tensor that is not finite by its norm, weights first: `weights not finite: model.w`."""
-    bad = [name for name, entry in tensors.items() if entry.norm is not None and math.isnan(entry.norm)]
-    if not bad:
-        return None
-    name = min(bad, key=lambda name: not name.startswith("model."))
-    return f"{'weights' if name.startswith('model.') else 'optimizer state'} not finite: {name}"
 
 
 def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None:

@@ -18,11 +18,6 @@ from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.terminal import Advance
 
-AVERAGES = "optimizer.ema."
-"""Prefix of the averages of weights."""
-TRAINING_STATE = ("applied_steps", "scaler", EMA, LINEAGE)
-"""State of the optimizer in a checkpoint: left out with weights alone."""
-
 
 @dataclass(frozen=True)
 class ReshardPlan:
@@ -60,7 +55,7 @@ def plan_reshard(
     for name, entry in manifest.tensors.items():
         if weights_only and name.startswith("optimizer."):
             continue
-        averaged = name.replace("model.", AVERAGES, 1)
+        averaged = name.replace("model.", "optimizer.ema.", 1)
         if average and averaged in manifest.tensors:
             reads[name] = averaged
         if entry.split.stage not in stage_ranks:
@@ -71,7 +66,8 @@ def plan_reshard(
     if average and manifest.state.get(EMA) == 0:
         raise UserError(f"ema=true: no update is in the average of {path}, as all overflowed; train on")
     if weights_only:
-        state = {key: value for key, value in state.items() if key not in TRAINING_STATE}
+        for key in ("applied_steps", "scaler", EMA, LINEAGE):  # of the optimizer
+            state.pop(key, None)
         state["weights_only"] = True
     recorded = manifest.state.get("reshard", {"origin": manifest.save_id})
     if not isinstance(recorded, dict) or "origin" not in recorded:

@@ -35,7 +35,7 @@ Moves = list[tuple[Path, Path]]
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> None:
-    """Delete old checkpoints after a save. Never raises: a leftover is no failed save."""
+    """Delete old checkpoints after a save. Never raises: a leftover does not fail a save."""
     try:
         old = outdated(root, keep_last=keep_last, keep_every=keep_every, since=since)
     except CheckpointError as e:
@@ -58,7 +58,7 @@ def outdated(
     Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
     A damaged one never counts as kept: it is deleted when `keep_last` good ones are newer, so where none is
-    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is that of `checkpoint_doubt`;
+    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is as in `checkpoint_doubt`;
     `problem_of` is asked of those that would be kept and counted, the newest first, until enough are whole.
     Raises CheckpointError when `root` cannot be read.
     """
@@ -72,9 +72,11 @@ def outdated(
             doubtful += 1
             if doubtful <= most:
                 continue
-        is_kept = (keep_every and step_of(path) % keep_every == 0) or step_directory_name(path) == named
-        if not is_kept and _is_deletable(path):
-            old.append(path)
+        if (keep_every and step_of(path) % keep_every == 0) or step_directory_name(path) == named:
+            continue
+        with suppress(OSError):
+            if foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                old.append(path)
     return old[::-1]
 
 
@@ -132,13 +134,6 @@ def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
     return min(filter(None, steps), default=None)
 
 
-def _is_deletable(path: Path) -> bool:
-    try:
-        return foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK)
-    except OSError:
-        return False
-
-
 def choose_step(
     root: Path,
     step: int | None,
@@ -146,24 +141,24 @@ def choose_step(
     since: int | None,
     problem_of: Callable[[Path], str | None] = checkpoint_problem,
     setting: str = "step",
-    place: str | None = None,
+    location: str | None = None,
 ) -> int:
     """Return the step to move to: the one asked for by `setting`, or the newest good one.
 
-    A warning says what is newer and passed over. `since` and `problem_of` are those of `newest_good`; `place`
+    A warning says what is newer and passed over. `since` and `problem_of` are as in `newest_good`; `location`
     is `root` for messages. Raises UserError, CorruptFileError.
     """
-    paths, place = reachable(root), place or str(root)
+    paths, location = reachable(root), location or str(root)
     if step is None:
         good = newest_good(root, since, problem_of)
         if good is None:
             raise CorruptFileError(
-                f"{place}: no checkpoint is good; name one with {setting}=… (of {step_list(paths)})"
+                f"{location}: no checkpoint is good; name one with {setting}=… (of {step_list(paths)})"
             )
         for path in candidates(root):
             if step_of(path) > step_of(good):
                 why = problem_of(path) or str(checkpoint_doubt(path, since))
-                log.warning("%s is passed over: %s", path.name, why.replace(str(root), place))
+                log.warning("%s is passed over: %s", path.name, why.replace(str(root), location))
         return step_of(good)
     if step not in paths:
         raise UserError(

@@ -36,7 +36,7 @@ LINEAGE = "lineage"
 TOKENIZER = "tokenizer"
 """Key of the tokenizer that a checkpoint was trained with."""
 TOKENIZER_FILE = "tokenizer.json"
-"""It lies in the run directory, beside the folder of checkpoints."""
+"""It lies in the run directory, next to the folder of checkpoints."""
 MAX_COUNT = 1 << 62  # steps, samples
 MAX_SCALER_COUNT = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
 SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -50,7 +50,7 @@ def is_weights_only(state: Mapping[str, Any]) -> bool:
 
 
 def check_run_state(state: Mapping[str, Any], step: int, path: Path) -> None:
-    """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
+    """Raise CorruptFileError unless the counters and the loss scale belong to a run at this step."""
     scaler = state.get("scaler")
     counts = {
         "step": (state, step, step),
@@ -79,15 +79,7 @@ def doubtful_since(state: Mapping[str, Any]) -> int:
     return not_finite_since(state, DOUBTFUL_SINCE) or not_finite_since(state)
 
 
-def label_names(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the labels of the task that a checkpoint was finetuned on; empty if it names none."""
-    finetuning = state.get(FINETUNING)
-    settings = finetuning.get("depends_on") if isinstance(finetuning, dict) else None
-    return as_strings(settings.get("task.labels")) if isinstance(settings, dict) else ()
-
-
 def as_strings(value: Any) -> tuple[str, ...]:
-    """Return a list of strings; empty for anything else."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return ()
     return tuple(value)

@@ -5,6 +5,7 @@ All ranks call together, and all raise what one finds wrong. The guide Checkpoin
 
 import errno
 import logging
+import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -42,7 +43,7 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     write_manifest,
 )
-from mlm.checkpoint.native.norms import largest_jump, norm, not_finite_problem, with_norms
+from mlm.checkpoint.native.norms import largest_jump, norm, with_norms
 from mlm.checkpoint.native.reader import Reader, Reading, plan_reading
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import write_shard_file
@@ -99,7 +100,7 @@ def save_checkpoint(
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a
     rank does not take part.
     """
-    explain = partial(_explain_save, root, ranks.rank, _newest_name(root))
+    explain = _save_explainer(root, ranks.rank)
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
@@ -178,9 +179,13 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
 
     Raises NotFiniteError for a state that is not finite.
     """
-    if problem := not_finite_problem(manifest.tensors):
+    norms = [(name, entry.norm) for name, entry in manifest.tensors.items() if entry.norm is not None]
+    if not_finite := [name for name, norm in norms if math.isnan(norm)]:
+        name = min(not_finite, key=lambda name: not name.startswith("model."))  # weights first
+        what = "weights" if name.startswith("model.") else "optimizer state"
         raise NotFiniteError(
-            f"step {manifest.step}: not saved: {problem}; no checkpoint was replaced or deleted"
+            f"step {manifest.step}: not saved: {what} not finite: {name}; no checkpoint was replaced or "
+            "deleted"
         )
     write_manifest(staging, manifest)
     if jump := largest_jump(manifest.tensors):
@@ -193,21 +198,22 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     publish(staging, root, manifest)
 
 
-def _newest_name(root: Path) -> str | None:
-    """Name of the checkpoint that a run would continue from; None without any, or where none can be read."""
-    with suppress(CheckpointError):
-        return next(map(step_directory_name, candidates(root)), None)
-    return None
+def _save_explainer(root: Path, rank: int) -> Callable[[Exception], UserError]:
+    """Return what turns the error of a save into a line that names the checkpoint from before it."""
+    previous = None
+    with suppress(CheckpointError):  # where none can be read, none is intact
+        previous = next(map(step_directory_name, candidates(root)), None)
 
+    def explain(error: Exception) -> UserError:
+        path, cause, number = root, f"{type(error).__name__}: {error}", 0
+        if isinstance(error, OSError) and error.errno:
+            path, cause, number = error.filename or root, str(error.strerror), error.errno
+        remedy = REMEDIES.get(number, "Fix it, or set out=… to another directory")
+        there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
+        kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
+        return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
 
-def _explain_save(root: Path, rank: int, previous: str | None, error: Exception) -> UserError:
-    path, cause, number = root, f"{type(error).__name__}: {error}", 0
-    if isinstance(error, OSError) and error.errno:
-        path, cause, number = error.filename or root, str(error.strerror), error.errno
-    remedy = REMEDIES.get(number, "Fix it, or set out=… to another directory")
-    there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
-    kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
-    return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
+    return explain
 
 
 def load_checkpoint(
@@ -222,8 +228,9 @@ def load_checkpoint(
     """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
 
     Collective over `ranks`. Before a tensor is touched, size, save id and header of every file, names,
-    shapes, dtypes and coverage are checked. Every byte is compared with its
-    digest: those that are used, on the way into the tensors; the others of each file by one rank.
+    shapes, dtypes and coverage are checked. Every byte is compared with its digest: those that are used, on
+    the way into the tensors; the others of each file by one rank.
+
     A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`, and a wanted one that
     it lacks always. `cast` converts between floating dtypes. `config` is this run's, used to name the
     settings that differ from `state["config"]`.
@@ -234,7 +241,15 @@ def load_checkpoint(
     tensors filled.
     """
     path = Path(path)
-    explain = partial(_explain_load, path, ranks.rank)
+
+    def explain(error: Exception) -> UserError:
+        if isinstance(error, OSError):
+            where = error.filename or path
+            return CheckpointError(
+                f"{where}: cannot be read (rank {ranks.rank}): {error.strerror}. {RESTORE}"
+            )
+        problem = f"could not be loaded (rank {ranks.rank}): {type(error).__name__}: {error}"
+        return CheckpointError(f"{path}: {problem}")
 
     manifest = ranks.together(lambda: read_manifest(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
@@ -264,13 +279,6 @@ def load_checkpoint(
         ranks.together(check, explain)
         ranks.together(fill, explain)
     return manifest
-
-
-def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
-    if isinstance(error, OSError):
-        where = error.filename or path
-        return CheckpointError(f"{where}: cannot be read (rank {rank}): {error.strerror}. {RESTORE}")
-    return CheckpointError(f"{path}: could not be loaded (rank {rank}): {type(error).__name__}: {error}")
 
 
 def _check_fit(

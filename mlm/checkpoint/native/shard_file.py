@@ -66,7 +66,6 @@ class Digester:
         self._blocks: list[str] = []
 
     def update(self, content: memoryview) -> None:
-        """The next bytes of the file."""
         self._size += len(content)
         while len(content):
             count = min(self._room, PIECE)
@@ -78,7 +77,6 @@ class Digester:
                 self._end_block()
 
     def entry(self) -> FileEntry:
-        """Size and digests of all bytes received."""
         if self._room < layout.DIGEST_BLOCK:
             self._end_block()
         return FileEntry(self._size, digest_name(self._whole), tuple(self._blocks))
@@ -106,7 +104,7 @@ def write_stream(
 ) -> FileEntry:
     """Write a new safetensors file and fsync it; `read(name)` gives each tensor when its turn comes.
 
-    Holds one contiguous CPU copy of one tensor at a time; the digest is that of the bytes meant, taken
+    Holds one contiguous CPU copy of one tensor at a time; the digest is of the bytes meant, taken
     on the way to the disk. `metadata` goes into `__metadata__`; `progress` receives tensor bytes written.
     Raises OSError naming `path`, ValueError when there are too many tensors for one header, and what `read`
     raises.
@@ -165,7 +163,7 @@ def read_safetensors_header(
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
     """`__metadata__` and the tensors of any safetensors file, every offset checked against its size.
 
-    Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
+    Raises CorruptFileError, ending in `remedy`, when it is not such a file or holds a dtype we do not know.
     """
     with open(path, "rb") as f:
         return parse_header(f.read, path, path.stat().st_size, remedy)

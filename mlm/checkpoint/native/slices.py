@@ -16,12 +16,10 @@ class Region(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Region":
-        """All elements of a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return prod(self.size)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -90,12 +88,10 @@ class TensorShard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorShard":
-        """All of a tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @property
     def region(self) -> Region:
-        """Region of the global tensor."""
         return Region(tuple(self.offset), tuple(self.tensor.shape))
 
 

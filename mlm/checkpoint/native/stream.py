@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,18 +17,24 @@ from mlm.util.files import digest_bytes, fsync_directory
 T = TypeVar("T")
 Pieces = dict[str, dict[str, Region]]
 """File name → tensor name → the region of the tensor that the file holds."""
+WriteFile = Callable[[Path, Callable[[], JSON]], JSON]
+"""Call a function that writes a file, unless the file is complete since before; return what it returned."""
+
+
+def write_anew(path: Path, write: Callable[[], JSON]) -> JSON:
+    return write()
 
 
 def group_by_size(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
     """Distribute items over groups of at most `most` bytes, in order; a larger item has its own."""
     groups: list[list[T]] = [[]]
-    held = 0
+    group_bytes = 0
     for item in items:
-        if groups[-1] and held + size(item) > most:
+        if groups[-1] and group_bytes + size(item) > most:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(item)
-        held += size(item)
+        group_bytes += size(item)
     return groups
 
 
@@ -47,6 +54,7 @@ def write_streamed(
     tp: int = 1,
     stage_rank: Callable[[int | str], int] = lambda stage: 0,
     progress: Callable[[int], None] = lambda count: None,
+    write_file: WriteFile = write_anew,
 ) -> Path:
     """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time.
 
@@ -60,20 +68,25 @@ def write_streamed(
     pieces, directory = shard_by_file(tensors, tp, stage_rank), root / step_name(step)
     directory.mkdir(parents=True, exist_ok=True)
 
-    def write(name: str) -> FileEntry:
-        held = pieces[name]
-        return write_stream(
+    def write(name: str) -> JSON:
+        regions = pieces[name]
+        entry = write_stream(
             directory / name,
-            {n: Form(tensors[n].dtype, piece.size) for n, piece in held.items()},
-            lambda n: read(n, held[n]),
+            {n: Form(tensors[n].dtype, region.size) for n, region in regions.items()},
+            lambda n: read(n, regions[n]),
             {"save_id": save_id},
             progress,
         )
+        return [entry.bytes, entry.digest, list(entry.blocks)]
 
-    files = {name: write(name) for name in pieces}
+    files = {}
+    for name in pieces:
+        size, digest, blocks = write_file(directory / name, partial(write, name))
+        files[name] = FileEntry(size, digest, tuple(blocks))
     entries = {
         name: replace(
-            tensor, chunks=tuple(Chunk(f, held[name]) for f, held in pieces.items() if name in held)
+            tensor,
+            chunks=tuple(Chunk(file, regions[name]) for file, regions in pieces.items() if name in regions),
         )
         for name, tensor in tensors.items()
     }

@@ -83,7 +83,7 @@ COMMANDS = (
         examples="""
             # Back to the newest good checkpoint
             mlm ckpt rollback runs/shakespeare
-            # Back to that of step 900
+            # Back to step 900
             mlm ckpt rollback runs/shakespeare 900
             # In the store that a run's checkpoint.mirror names
             mlm ckpt rollback s3://bucket/runs/a 900

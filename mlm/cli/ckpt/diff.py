@@ -6,7 +6,6 @@ from typing import Any
 
 from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
 from mlm.checkpoint.native.folders import resolve
-from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.cli.ckpt.settings import CkptDiffConfig
 from mlm.cli.result import write_result
@@ -25,7 +24,16 @@ def run(config: CkptDiffConfig) -> None:
     """Compare, print tables, write out. Raises CheckFailedError unless all tensors are equal bit for bit."""
     first, second = resolve(config.first, "first"), resolve(config.second, "second")
     comparison = compare_checkpoints(first, second)
-    differences = state_differences(comparison.first, comparison.second)
+    # Two runs never share the saves that they descend from.
+    first_state, second_state = (
+        {"step": manifest.step} | flatten({k: v for k, v in manifest.state.items() if k != LINEAGE})
+        for manifest in (comparison.first, comparison.second)
+    )
+    differences = {
+        key: {"first": first_state.get(key), "second": second_state.get(key)}
+        for key in first_state | second_state
+        if first_state.get(key) != second_state.get(key)
+    }
     if config.out is not None:
         result = {
             "task": "ckpt diff",
@@ -47,19 +55,6 @@ def run(config: CkptDiffConfig) -> None:
     print_tables(first, second, comparison, differences)
     if not comparison.equal:
         raise CheckFailedError(f"{second} is not {first}: {comparison.sentence}")
-
-
-def state_differences(first: Manifest, second: Manifest) -> Differences:
-    """Compare step and state. The saves they descend from are left out: two runs never share them."""
-    first_state, second_state = (
-        {"step": manifest.step} | flatten({k: v for k, v in manifest.state.items() if k != LINEAGE})
-        for manifest in (first, second)
-    )
-    return {
-        key: {"first": first_state.get(key), "second": second_state.get(key)}
-        for key in first_state | second_state
-        if first_state.get(key) != second_state.get(key)
-    }
 
 
 def print_tables(

@@ -41,7 +41,10 @@ def run(config: CkptInspectConfig) -> None:
         for name, tensor in result["tensors"].items():
             pieces = [f"{f.removesuffix('.safetensors')}{region}" for f, region in tensor["pieces"].items()]
             shown = pieces if len(pieces) <= 4 else [*pieces[:3], f"… {len(pieces) - 3} more"]
-            split = split_text(**tensor["split"])
+            tp_dim, stage, multiple = (tensor["split"][key] for key in ("tp_dim", "stage", "multiple"))
+            split = "whole on each tp rank" if tp_dim is None else f"dim {tp_dim} over tp"
+            split += f" by {multiple} rows" if multiple > 1 else ""
+            split += f", layer {stage}" if isinstance(stage, int) else f", {stage} stage"
             add_row(tensors, name, tensor["shape"], tensor["dtype"], split, one_line(", ".join(shown)))
         out.print(tensors)
     if note := best_note(config.ckpt, path):
@@ -49,16 +52,24 @@ def run(config: CkptInspectConfig) -> None:
 
 
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
-    """Return the facts that are listed once; empty if the checkpoint does not record one."""
+    """Facts of a checkpoint in words, by name; an empty text for what its manifest lacks."""
     source = dig(result, "state", "source")
+    samples, tokens = (
+        f"{count:,}" if type(count) is int else ""
+        for count in (result["consumed_samples"], result["consumed_tokens"])
+    )
+    # of the newest blend: name and share of each corpus
+    segments = dig(result, "state", "data", "segments")
+    corpora = dig(segments[-1], "sources") if isinstance(segments, list) and segments else None
+    shares = [(dig(c, "name"), dig(c, "weight")) for c in (corpora if isinstance(corpora, list) else [])]
     has_moments = any(name.startswith("optimizer.") for name in result["groups"])
     return {
         "step": f"{result['step']:,}",
-        "samples": count_text(result["consumed_samples"]),
-        "tokens": count_text(result["consumed_tokens"]),
+        "samples": samples,
+        "tokens": tokens,
         "model": settings_text(result["model"]),
         "trained at": settings_text({key: dig(result["layout"], key) for key in LAYOUT_KEYS}),
-        "data": blend_text(dig(result, "state", "data", "segments")),
+        "data": ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float)),
         "made from": settings_text({key: dig(source, key) for key in ("kind", "name", "iteration")}),
         "resharded to": settings_text(result["resharded_to"]),
         "files": f"{len(result['files']):,}, {format_bytes(result['bytes'])}",
@@ -70,27 +81,8 @@ def facts_of(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def count_text(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else ""
-
-
 def settings_text(settings: Any) -> str:
     """{"tp": 2, "pp": 1} as `tp=2 pp=1`."""
     if not isinstance(settings, dict):
         return "" if settings is None else str(settings)
     return " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
-
-
-def blend_text(segments: Any) -> str:
-    """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00%`."""
-    sources = dig(segments[-1], "sources") if isinstance(segments, list) and segments else None
-    shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
-    return ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
-
-
-def split_text(tp_dim: int | None, stage: int | str, multiple: int) -> str:
-    """The split of a tensor over layouts: `dim 0 over tp, layer 3`."""
-    over = "whole on each tp rank" if tp_dim is None else f"dim {tp_dim} over tp"
-    if multiple > 1:
-        over += f" by {multiple} rows"
-    return f"{over}, {f'layer {stage}' if isinstance(stage, int) else f'{stage} stage'}"

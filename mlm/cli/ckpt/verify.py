@@ -1,7 +1,6 @@
 """`mlm ckpt verify`: whether checkpoints are whole, every byte read and compared with its digest."""
 
 from dataclasses import asdict
-from typing import Any
 
 from mlm.checkpoint.native.folders import (
     BEST,
@@ -23,7 +22,7 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for a damaged one, UserError."""
     root, alone = locate(config.ckpt)
-    # A run may keep its best ones beside those that it continues from.
+    # A run may keep its best ones besides the ones that it continues from.
     folders = [root, root.parent / BEST / CHECKPOINTS][: 1 + (root.name == CHECKPOINTS)]
     paths = [root] if alone else [path for folder in folders for path in checkpoints(folder).values()]
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
@@ -32,16 +31,28 @@ def run(config: CkptVerifyConfig) -> None:
     start = None if alone else next((path for path in candidates(root) if path in loadable), None)
     pointers = [] if alone else [*filter(None, map(pointer_problem, folders))]
     if config.out is not None:
-        write_result(
-            config.out,
+        records = [
             {
-                "task": "ckpt verify",
-                "ckpt": config.ckpt,
-                "whole": all(result.whole for result in results) and not pointers,
-                "continues_from": None if start is None else str(start),
-                "checkpoints": list(map(checkpoint_record, results)),
-            },
-        )
+                "path": str(result.path),
+                "whole": result.whole,
+                "step": manifest and manifest.step,
+                "files": manifest and len(manifest.files),
+                "bytes": manifest and sum(file.bytes for file in manifest.files.values()),
+                "digest": manifest and manifest.digest,
+                "exact": result.exact,
+                "problems": [asdict(problem) for problem in result.problems],
+            }
+            for result in results
+            for manifest in (result.manifest,)
+        ]
+        content = {
+            "task": "ckpt verify",
+            "ckpt": config.ckpt,
+            "whole": all(result.whole for result in results) and not pointers,
+            "continues_from": None if start is None else str(start),
+            "checkpoints": records,
+        }
+        write_result(config.out, content)
     print_results(config.ckpt, results)
     if not alone:
         nowhere = "a run would not start: none of them can be loaded"
@@ -56,20 +67,6 @@ def run(config: CkptVerifyConfig) -> None:
         )
     if pointers:
         raise CorruptFileError(f"{one_line(pointers[0])}. Write the name of a step-… there, or delete it")
-
-
-def checkpoint_record(result: Verified) -> dict[str, Any]:
-    manifest = result.manifest
-    return {
-        "path": str(result.path),
-        "whole": result.whole,
-        "step": manifest and manifest.step,
-        "files": manifest and len(manifest.files),
-        "bytes": manifest and sum(file.bytes for file in manifest.files.values()),
-        "digest": manifest and manifest.digest,
-        "exact": result.exact,
-        "problems": [asdict(problem) for problem in result.problems],
-    }
 
 
 def print_results(ckpt: str, results: list[Verified]) -> None:

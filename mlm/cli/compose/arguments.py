@@ -57,19 +57,26 @@ class Arguments:
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command and what follows it. Raises UserError with the nearest command."""
+    first, config_dir = argv[0], _typed_value(argv, CONFIG_DIR_FLAGS)
+    has_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
     for command in COMMANDS:
-        if tuple(argv[: len(command.words)]) == command.words and _is_meant(command, argv):
+        if tuple(argv[: len(command.words)]) != command.words:
+            continue
+        # `eval` is meant in `mlm eval race`, not in `mlm eval loss`
+        is_meant = len(command.words) > 1 or not second_words(first)
+        if not is_meant and len(argv) > 1:
+            is_meant = argv[1] in task_names(config_dir) or any(w.startswith(TASK_KEYS) for w in argv)
+        if is_meant or (has_word and run_config(argv) is not None):
             return command, list(argv[len(command.words) :])
-    first = argv[0]
-    tasks = tasks_of(first, _typed_value(argv, CONFIG_DIR_FLAGS))
+    tasks = tasks_of(first, config_dir)
     if not tasks:
-        ours = _command_called(first)
-        hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, [c.words[0] for c in COMMANDS])
+        meant = _command_called(first)
+        hint = f"; did you mean '{meant}'?" if meant else did_you_mean(first, [c.words[0] for c in COMMANDS])
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
-    if _has_word(argv):
+    if has_word:
         own = f"; {CUSTOM_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
-        ours = _command_called(f"{first} {argv[1]}")
-        nearest = f"; did you mean 'mlm {ours}'?" if ours else did_you_mean(argv[1], tasks)
+        meant = _command_called(f"{first} {argv[1]}")
+        nearest = f"; did you mean 'mlm {meant}'?" if meant else did_you_mean(argv[1], tasks)
         hint = nearest or f"; choose {', '.join(tasks)}{own}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
     raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
@@ -79,20 +86,6 @@ def _command_called(words: str) -> str | None:
     """Name of the command that other programs, or a reader, call so."""
     name = re.sub("[- ]", "_", words.lower())
     return next((command.name for command in COMMANDS if name in command.other_names), None)
-
-
-def _is_meant(command: Command, argv: Sequence[str]) -> bool:
-    """True for `eval` in `mlm eval race`, not in `mlm eval loss`."""
-    if len(command.words) > 1 or not second_words(command.words[0]):
-        return True
-    names = task_names(_typed_value(argv, CONFIG_DIR_FLAGS))
-    if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
-        return True
-    return _has_word(argv) and run_config(argv) is not None
-
-
-def _has_word(argv: Sequence[str]) -> bool:
-    return len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
 
 
 def second_words(word: str) -> list[str]:
@@ -138,7 +131,11 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         if name in SWITCHES and not equals:
             setattr(parsed, SWITCHES[name], True)
         elif name == "--check":
-            _set_check(parsed, given, rest)
+            if given is None and rest and rest[0].isdecimal():
+                given = rest.pop(0)
+            if given is not None and not (given.isdecimal() and 0 < int(given[:10]) <= MOST):
+                raise UserError(f"--check={given}: must be a number of GPUs, such as --check=512")
+            parsed.check, parsed.gpus = True, None if given is None else int(given)
         elif name == "--from-megatron" and command.name == "pretrain":
             parsed.from_megatron, rest = [*filter(None, [given]), *rest], []
         elif name in ("--cfg", "-c"):
@@ -161,15 +158,6 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
     if not parsed.help:
         parsed.overrides = _with_keys(command, parsed.overrides)
     return parsed
-
-
-def _set_check(parsed: Arguments, value: str | None, rest: list[str]) -> None:
-    """--check, and the number of GPUs after it, if there is one."""
-    if value is None and rest and rest[0].isdecimal():
-        value = rest.pop(0)
-    if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
-        raise UserError(f"--check={value}: must be a number of GPUs, such as --check=512")
-    parsed.check, parsed.gpus = True, None if value is None else int(value)
 
 
 def _flag_value(flag: str, value: str | None, rest: list[str], allowed: str = "") -> str:
@@ -209,11 +197,16 @@ def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
 
     Positional are words without `=`, and paths that exist, whose names may have one (runs/lr=0.001).
     """
-    keys = list(command.positional)
-    if command.several:
-        named = _as_list(keys[0], typed)
-    else:
-        named = [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in typed]
+    keys, words, named = list(command.positional), list[str](), list[str]()
+    for text in typed:
+        is_value = "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
+        name, _, value = text.partition("=")
+        if command.several and (is_value or (name == keys[0] and value and not value.startswith("["))):
+            words.append(text if is_value else value)
+        else:
+            named.append(f"{keys.pop(0)}={text}" if is_value and keys else text)
+    if words:
+        named.insert(0, f"{keys[0]}=[{','.join(map(quote, words))}]")
     split = [text.partition("=") for text in named]
     overrides = [f"{command.aliases.get(name, name)}{equals}{value}" for name, equals, value in split]
     for text in {*overrides} - {*typed}:
@@ -224,28 +217,12 @@ def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
     return overrides
 
 
-def _as_list(key: str, overrides: Sequence[str]) -> list[str]:
-    words, rest = list[str](), list[str]()
-    for text in overrides:
-        name, _, value = text.partition("=")
-        if name == key and value and not value.startswith("["):
-            words.append(value)
-        else:
-            (words if _is_value(text) else rest).append(text)
-    return [*([f"{key}=[{','.join(map(quote, words))}]"] if words else []), *rest]
-
-
-def _is_value(text: str) -> bool:
-    """True for a word that is no `key=value`."""
-    return "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
-
-
 def quote(value: str) -> str:
     """A text as a quoted value of Hydra's grammar.
 
     A backslash counts only before a quote: those, and the ones at the end, are doubled.
     """
-    escaped = re.sub(r"(\\*)'", lambda found: f"{found[1] * 2}\\'", value)
+    escaped = re.sub(r"(\\*)'", lambda match: f"{match[1] * 2}\\'", value)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{chr(92) * trailing}'"
 

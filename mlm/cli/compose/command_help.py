@@ -5,8 +5,16 @@ from dataclasses import replace
 
 from mlm.cli.command import Command
 from mlm.cli.compose.composition import compose_values
-from mlm.cli.compose.groups import choice_rows, command_groups, takes_task, task_names
+from mlm.cli.compose.groups import (
+    choice_file,
+    command_groups,
+    effect_of,
+    first_comment,
+    takes_task,
+    task_names,
+)
 from mlm.cli.compose.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap
+from mlm.config.paths import CONFIG_DIR
 from mlm.config.suggest import did_you_mean, foreign_option, keys_meant, plain_name
 from mlm.config.tree import MISSING_VALUE, Leaf, describe_values, flatten, leaves
 from mlm.util.errors import UserError, format_value
@@ -60,13 +68,16 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_di
         sections = [leaf.section for leaf in known.values() if leaf.section]
         near = did_you_mean(topic, [*groups, *known, *sections]) or "; --help lists them"
         raise UserError(f"--help {topic}: no such section or key{near}")
-    choices = groups.get(topic, [])
-    options = [f"{topic}=…:\n" + table(choice_rows(topic, choices, config_dir))] if choices else []
+    choices = []
+    for name in groups.get(topic, []):
+        path = choice_file(topic, name, config_dir)
+        effect = effect_of(topic, path) if path and path.is_relative_to(CONFIG_DIR) else ""
+        choices.append((name, " ".join(filter(None, (first_comment(path), effect)))))
+    options = [f"{topic}=…:\n" + table(choices)] if choices else []
     return "\n\n".join(options + _tables(rows))
 
 
 def _tables(listed: Iterable[Leaf]) -> list[str]:
-    """One table of these keys with types and bounds, or none."""
     rows = []
     for leaf in listed:
         allowed = describe_values(leaf) + (f", {leaf.bound.words}" if leaf.bound else "")
@@ -80,7 +91,6 @@ def composed_leaves(command: Command) -> dict[str, Leaf]:
 
 
 def _default(leaf: Leaf) -> str:
-    """The default as it would be typed."""
     return (
         "required" if leaf.default == MISSING_VALUE else f"default {format_value(leaf.default) or repr('')}"
     )

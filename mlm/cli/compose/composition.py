@@ -49,12 +49,7 @@ class Composition:
     def resolved(self) -> dict[str, Any]:
         """All settings as plain values. Raises OmegaConf's errors for a broken interpolation."""
         HydraConfig.instance().set_config(self.typed)  # ${hydra:runtime.choices.model}
-        return _plain(self.tree, resolve=True)
-
-    def typed_values(self) -> dict[str, Any]:
-        """Settings of the command line and its YAML, interpolations as they are."""
-        values = _plain(self.typed, resolve=False)
-        return {key: value for key, value in values.items() if key != "hydra"}
+        return plain_values(self.tree, resolve=True)
 
     def to_yaml(self, *, resolve: bool) -> str:
         """All settings as YAML. Raises OmegaConf's errors for a broken interpolation."""
@@ -92,22 +87,23 @@ def compose(
         words.append(f"{added if is_choice else '++'}{text}")
     # ${either:a,b}: b where a is null
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
-    OmegaConf.register_new_resolver("adapters_lr", adapters_lr, replace=True)
+    # with adapters ten times a task's learning rate, as is usual (arXiv:2305.14314, table 9)
+    OmegaConf.register_new_resolver(
+        "adapters_lr",
+        lambda lr, rank: 10 * lr if rank and isinstance(lr, float | int) else lr,
+        replace=True,
+    )
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         typed = hydra_compose(name, words, return_hydra_config=True)
     above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
     tree = OmegaConf.merge(*lowest, above)
     assert isinstance(tree, DictConfig)
+    HydraConfig.instance().set_config(typed)  # for a single key before all are resolved
     return Composition(typed, tree)
 
 
-def adapters_lr(lr: Any, rank: Any) -> Any:
-    """A task's learning rate, or with adapters ten times as much, as is usual (arXiv:2305.14314, table 9)."""
-    return 10 * lr if rank and isinstance(lr, float | int) else lr
-
-
-def _plain(composed: Any, *, resolve: bool) -> dict[str, Any]:
+def plain_values(composed: Any, *, resolve: bool) -> dict[str, Any]:
     values = OmegaConf.to_container(composed, resolve=resolve, throw_on_missing=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -121,7 +117,7 @@ def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = 
     """
     composition = compose(name, overrides)
     if not resolve:
-        return _plain(composition.tree, resolve=False)
+        return plain_values(composition.tree, resolve=False)
     values = composition.resolved()
     settle_precision(values, first_gpu)
     return values

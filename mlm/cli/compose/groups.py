@@ -1,7 +1,7 @@
 """Config groups: the YAML of each choice, shipped in configs/ or of a --config-dir, and what it says."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ from mlm.util.errors import format_value
 TASK = "task"
 CUSTOM_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
 GLOBAL = "@package _global_"
-"""First line of a YAML whose keys are those of the whole config, such as an experiment's."""
+"""First line of a YAML whose keys are the whole config's, such as an experiment's."""
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows
 MOST_LINES = 10  # of a comment that are read
 ALSO, PARAMETERS = "Also: ", "Parameters: "
@@ -40,30 +40,10 @@ def command_groups(command: Command, config_dir: str | None = None) -> dict[str,
 
 
 def choice_file(group: str, name: str, config_dir: str | None) -> Path | None:
-    """The YAML of a choice, shipped or the user's; None if there is none."""
+    """The YAML of a choice, shipped or the user's; None if it does not exist."""
     folders = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
     files = (folder / group / f"{name}.yaml" for folder in folders)
     return next((file for file in files if os.path.isfile(file)), None)
-
-
-def choice_rows(group: str, names: list[str], config_dir: str | None) -> list[tuple[str, str]]:
-    """(choice, meaning) of each. Of the user's own YAML only the comment is shown."""
-    rows = []
-    for name in names:
-        path = choice_file(group, name, config_dir)
-        effect = effect_of(group, path) if path and path.is_relative_to(CONFIG_DIR) else ""
-        rows.append((name, " ".join(filter(None, (first_comment(path), effect)))))
-    return rows
-
-
-def foreign_choices(group: str, names: Iterable[str], config_dir: str | None) -> dict[str, str]:
-    """Names that other programs have for choices → the choice: `# Also: gpt2_medium` in its comment."""
-    foreign = dict[str, str]()
-    for name in names:
-        for line in comment_of(choice_file(group, name, config_dir)):
-            if line.startswith(ALSO):
-                foreign |= dict.fromkeys(line.removeprefix(ALSO).replace(",", " ").split(), name)
-    return foreign
 
 
 def first_comment(path: Path | None) -> str:
@@ -128,7 +108,6 @@ def takes_task(command: Command) -> bool:
 
 
 def task_names(config_dir: str | None = None) -> list[str]:
-    """The tasks that a model can be finetuned on, sorted, with the user's."""
     folders = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
     return sorted({name for folder in folders for name in groups(folder).get(TASK, [])})
 

@@ -62,7 +62,6 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def wrap(text: str) -> str:
-    """A paragraph folded to the terminal."""
     return textwrap.fill(" ".join(text.split()), _width(), break_on_hyphens=False)
 
 

@@ -14,13 +14,13 @@ from hydra.errors import HydraException
 from mlm.cli.command import Command
 from mlm.cli.compose.arguments import quote
 from mlm.cli.compose.groups import (
+    ALSO,
     CUSTOM_TASK,
     GLOBAL,
     TASK,
     choice_file,
     command_groups,
     comment_of,
-    foreign_choices,
 )
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
@@ -54,7 +54,7 @@ class Overrides:
     problems: list[Problem] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
     """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
-    values that the user asked for, so further problems of these keys are no news."""
+    values that the user asked for, so further problems of these keys follow from this one."""
     import_paths: list[str] = field(default_factory=list)
     """Import paths of the run that the command reads: saved ones are followed only if typed."""
 
@@ -63,7 +63,7 @@ class Overrides:
         self.doubtful.update(meant)
 
     def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
-        """The problems of spelling, and those of `further` that do not follow from them."""
+        """The problems of spelling, and the ones of `further` that do not follow from them."""
         return [*self.problems, *(problem for problem in further if not problem.concerns(self.doubtful))]
 
 
@@ -82,12 +82,26 @@ def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = 
             continue
         problem = _spelling(command, text, options)
         if problem is None:
-            text = literal(command, text)
+            # Text keys are taken literally, so that prompt=To be, or needs no second pair of quotes. Hydra's
+            # own syntax stays: quoted text, interpolations, and null, a word for texts that cannot be null.
+            leaf = known.get(key)
+            is_text = leaf is not None and leaf.type in (str, str | None)
+            is_null = value == "null" and leaf is not None and (leaf.type is not str or leaf.role is not None)
+            if is_text and not (is_null or "${" in value or QUOTED.fullmatch(value)):
+                text = f"{key}={quote(value)}"
             problem = _value_problem(command, text, options, config_dir)
         if problem is None:
             overrides.texts.append(text)
-        else:
-            overrides.reject(problem, _intended_keys(command, text, options))
+            continue
+        # the keys and sections that it was meant to set
+        name = text.partition("=")[0]
+        if option := foreign_option(command.spec, name):
+            overrides.reject(problem, {name, *option.keys})
+            continue
+        if name not in options and name not in known:
+            group = nearest(name, options) if "." not in name else None
+            name = group or nearest_key(command.spec, name) or name
+        overrides.reject(problem, GROUP_SETS.get(name) or {name})
     return overrides
 
 
@@ -96,6 +110,8 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     key, equals, value = text.partition("=")
     spec = command.spec
     known, foreign = [*leaves(spec), *options], other_names(spec)
+    if equals and not key:
+        return Problem((key,), f"cannot read '{text}': no key before =", "write key=value without spaces")
     if not equals and text.endswith((".py", ".yaml", ".yml")):
         answer = next(option.answer for option in foreign_options() if "config" in option.names)
         return Problem((key,), f"cannot read '{text}': no file of settings is read", answer)
@@ -118,33 +134,6 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     if group and nearest(key, known, foreign) == group:
         return Problem((key,), f"unknown key '{key}'", f"did you mean '{group}'?")
     return unknown_key(spec, key)
-
-
-def _intended_keys(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
-    """Keys and sections that a rejected override was meant to set."""
-    name = text.partition("=")[0]
-    if option := foreign_option(command.spec, name):
-        return {name, *option.keys}
-    if name not in options and name not in leaves(command.spec):
-        group = nearest(name, options) if "." not in name else None
-        name = group or nearest_key(command.spec, name) or name
-    return GROUP_SETS.get(name) or {name}
-
-
-def literal(command: Command, text: str) -> str:
-    """Quote the value of a text key, so that prompt=To be, or needs no second pair of quotes.
-
-    Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word), and
-    interpolations.
-    """
-    key, _, value = text.partition("=")
-    leaf = leaves(command.spec).get(key)
-    if leaf is None or leaf.type not in (str, str | None):
-        return text
-    null = value == "null" and (leaf.type is not str or leaf.role is not None)
-    if QUOTED.fullmatch(value) or null or "${" in value:
-        return text
-    return f"{key}={quote(value)}"
 
 
 def _value_problem(
@@ -190,9 +179,13 @@ def _choice_problem(
             )
         return None
     typed = choice if isinstance(choice, str) else format_value(choice)
-    foreign = foreign_choices(group, options, config_dir)
+    foreign = dict[str, str]()  # names that other programs have: `# Also: gpt2_medium` in a choice's comment
+    for name in options:
+        for line in comment_of(choice_file(group, name, config_dir)):
+            if line.startswith(ALSO):
+                foreign |= dict.fromkeys(line.removeprefix(ALSO).replace(",", " ").split(), name)
     begin = [option for option in options if option.startswith(f"{typed}_")]
-    # an rtx_4090 is no misspelled rtx_5090: a number names the hardware
+    # an rtx_4090 is not a misspelled rtx_5090: a number names the hardware
     numbers = re.findall(r"\d+", typed)
     alike = [name for name in options if group != "hardware" or re.findall(r"\d+", name)[0] in numbers]
     near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, alike))

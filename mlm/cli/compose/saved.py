@@ -85,7 +85,20 @@ def read_run(resume: str, config: str) -> SavedValues:
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
     if is_stored(resume):
-        return _read_mirrored(*split_step(resume), config)
+        url, step = split_step(resume)
+        url = url.rstrip("/")
+        stored = f"{url}/{RUN_SETTINGS}"
+        try:
+            content = read_object(stored, MAX_BYTES)
+        except UserError as error:
+            raise UserError(f"resume={error}") from None
+        if content is None:
+            fix = "name a prefix that a run's checkpoint.mirror=… named"
+            raise UserError(f"resume={url}: holds no {RUN_SETTINGS} of a run; {fix}")
+        values = _values_in(content.decode(errors="replace"), stored, config)
+        # without a step from the newest good one
+        keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
+        return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
     path = run_of_step(resume) or Path(expand_home(resume))
     file = path / RUN_SETTINGS if path.is_dir() else path
     if not os.path.lexists(file):
@@ -103,29 +116,10 @@ def read_run(resume: str, config: str) -> SavedValues:
 
 
 def run_of_step(resume: str) -> Path | None:
-    """The folder of the run whose checkpoint `resume` is; None where it is none."""
+    """The folder of the run whose checkpoint `resume` is; None for other paths."""
     path = Path(expand_home(resume))
     is_step = path.name.startswith("step-") and path.parent.name == CHECKPOINTS and path.is_dir()
     return path.parent.parent if is_step else None
-
-
-def _read_mirrored(url: str, step: int | None, config: str) -> SavedValues:
-    """The settings of the run whose checkpoint.mirror is `url`, to continue it from a step.
-
-    None is the newest good one. Raises UserError.
-    """
-    url = url.rstrip("/")
-    file = f"{url}/{RUN_SETTINGS}"
-    try:
-        content = read_object(file, MAX_BYTES)
-    except UserError as error:
-        raise UserError(f"resume={error}") from None
-    if content is None:
-        fix = "name a prefix that a run's checkpoint.mirror=… named"
-        raise UserError(f"resume={url}: holds no {RUN_SETTINGS} of a run; {fix}")
-    values = _values_in(content.decode(errors="replace"), file, config)
-    keys = {"mirror": url, "from_mirror": True, "from_step": step, "resume": True}
-    return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
 
 
 def read_values(path: Path, config: str) -> SavedValues:

@@ -50,7 +50,7 @@ COMMANDS = (
         about="""Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without
             running what is in it: pickles are read as data. Of Megatron-LM torch_dist and files of ranks are
             read. Every parameter and the settings of the model are compared with the source before the folder
-            gets its name.""",
+            gets its name. Interrupted, the same command continues.""",
         examples="""
             # A model of transformers for Megatron-LM
             mlm convert models/llama ckpt/llama to=torch_dist
@@ -71,7 +71,8 @@ COMMANDS = (
         summary="import a Hugging Face GPT-2, BERT, Llama, Mistral or Qwen as a checkpoint",
         about="""Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a
             checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` and
-            ours are compared on the same tokens (needs the extra mlm[hf]).""",
+            ours are compared on the same tokens (needs the extra mlm[hf]). Adapters that
+            `peft` wrote become a run that names their base.""",
         examples="""
             # Import a GPT-2 of the Hub
             mlm import hf openai-community/gpt2 out=runs/gpt2

@@ -15,7 +15,7 @@ from mlm.convert.config import ConvertConfig
 from mlm.convert.gguf import export as gguf
 from mlm.convert.huggingface.export import export_model, export_problems
 from mlm.convert.huggingface.hub import push_folder, push_problems
-from mlm.convert.huggingface.importing import import_model, import_problems
+from mlm.convert.huggingface.importing import import_adapters, import_model, import_problems, is_adapter
 from mlm.convert.source import open_checkpoint
 from mlm.util.results import result_problems, target_name
 from mlm.verify.huggingface import compare_logits, extra_problems
@@ -28,12 +28,16 @@ def run(config: ConvertConfig) -> None:
 
 
 def preflight_import_hf(config: ImportHFConfig) -> list[str]:
-    problems = import_problems(config.source, config.out, config.revision)
+    problems = import_problems(config.source, config.out, config.revision, config.base)
     return [*problems, *extra_problems(config.verify)]
 
 
 def run_import_hf(config: ImportHFConfig) -> None:
     compare, out = compare_logits if config.verify else None, Path(config.out)
+    if is_adapter(config.source):
+        columns, *lines = import_adapters(Path(config.source), out, base=config.base)
+        show_table(f"import hf · {config.source}", columns, (), *lines)
+        return
     model, notes, *lines = import_model(config.source, out, revision=config.revision, compare=compare)
     show_table(
         f"import hf · {config.source}",

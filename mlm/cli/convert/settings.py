@@ -1,4 +1,4 @@
-"""Settings of `mlm reshard`, `import …` and `export …`; mlm/convert/config.py has those of `convert`."""
+"""Settings of `mlm reshard`, `import …` and `export …`; mlm/convert/config.py has `convert`'s."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -36,6 +36,9 @@ class ImportHFConfig:
     """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    base: CheckpointPath | None = None
+    """Of a folder of peft's, the model that its adapters were trained on: a checkpoint, run directory, model
+    folder or Hub id; null takes the one that it names."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; null takes the default branch."""
     verify: bool = True

@@ -31,11 +31,18 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
     path = tokenizer_path(config.out)
     if problems := preflight_tokenizer(config):
         raise UserError(problems[0])
-    is_learned = False
-    if isinstance(config.input, str) and is_tokenizer(config.input):
-        tokenizer = Tokenizer.load(config.input, eod=config.eod)
+    # a tokenizer to convert is a file, or a folder with its files and no text
+    is_learned, source = True, Path(config.input) if isinstance(config.input, str) else None
+    if source is not None and source.is_dir():
+        others = (file for file in source.iterdir() if file.name not in {*FILES, "merges.txt"})
+        is_learned = not any((source / name).is_file() for name in FILES) or any(map(kind_of, others))
+    elif source is not None:
+        name = source.name
+        is_learned = not (source.suffix == ".json" or name == "merges.txt" or name.endswith("vocab.txt"))
+    if not is_learned:
+        tokenizer = Tokenizer.load(str(config.input), eod=config.eod)
     else:
-        texts, is_learned = texts_of(config.input, config.text_key, config.encoding), True
+        texts = texts_of(config.input, config.text_key, config.encoding)
         if config.kind == "wordpiece":
             tokenizer = train_wordpiece(texts, config.vocab_size, lowercase=config.lowercase)
         else:
@@ -78,16 +85,6 @@ def preflight_tokenizer(config: DataTokenizerConfig) -> list[str]:
     return [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
 
 
-def is_tokenizer(path: str) -> bool:
-    """True if `input` names a tokenizer to convert: its file, or a folder with its files and no text."""
-    file = Path(path)
-    if not file.is_dir():
-        return file.suffix == ".json" or file.name == "merges.txt" or file.name.endswith("vocab.txt")
-    if not any((file / name).is_file() for name in FILES):
-        return False
-    return not any(kind_of(other) for other in file.iterdir() if other.name not in {*FILES, "merges.txt"})
-
-
 def digest_at(path: Path, eod: str | None) -> str | None:
     try:
         return Tokenizer.load(path, eod=eod).digest
@@ -106,8 +103,16 @@ def run_split(config: DataSplitConfig) -> None:
 def run_inspect(config: DataInspectConfig) -> None:
     """Print tables, write out. Raises UserError, CorruptFileError for a damaged pair."""
     folder, prefixes = corpora_at(config.path)
-    receipt = read_receipt(folder)
-    tokenizer, note = tokenizer_for(config, folder)
+    receipt, note = read_receipt(folder), None
+    if config.tokenizer is not None:
+        tokenizer: Tokenizer | None = Tokenizer.load(config.tokenizer)
+    else:
+        try:
+            tokenizer = tokenizer_beside(folder)
+            if tokenizer is None:
+                note = "no tokenizer.json beside the corpus: set tokenizer=… to read samples as text"
+        except UserError as error:
+            tokenizer, note = None, str(error)
     eod_id = eod_of(receipt, tokenizer)
     corpora = [facts_of(prefix, tokenizer, eod_id, config.samples) for prefix in prefixes]
     if config.out is not None:
@@ -116,22 +121,26 @@ def run_inspect(config: DataInspectConfig) -> None:
     print_tables(config, corpora, note)
 
 
-def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
-    """Return the tokenizer for samples, and a note if there is none. Raises UserError for a named one."""
-    if config.tokenizer is not None:
-        return Tokenizer.load(config.tokenizer), None
-    try:
-        tokenizer = tokenizer_beside(folder)
-    except UserError as error:
-        return None, str(error)
-    note = "no tokenizer.json beside the corpus: set tokenizer=… to read samples as text"
-    return tokenizer, None if tokenizer else note
-
-
 def print_tables(config: DataInspectConfig, corpora: list[Facts], note: str | None) -> None:
     out, names = console(), [Path(facts["prefix"]).name for facts in corpora]
     header = table(f"data inspect · {config.path}", "", *(f"{name}#" for name in names))
-    columns = list(map(facts_column, corpora))
+    columns = []
+    for facts in corpora:
+        lengths, share = facts["tokens_per_document"], facts["ends_with_eod"]
+        columns.append(
+            {
+                "tokens are": f"{facts['dtype']} (version {facts['version']})",
+                "documents": f"{facts['documents']:,}",
+                "sequences": f"{facts['sequences']:,}",
+                "tokens": f"{facts['tokens']:,}",
+                "shortest document": f"{lengths['min']:,}",
+                "median document": f"{lengths['median']:,}",
+                "mean document": f"{lengths['mean']:,.1f}",
+                "longest document": f"{lengths['max']:,}",
+                "size of .bin": format_bytes(facts["bytes"]),
+                "end with eod": "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}",
+            }
+        )
     for name in columns[0]:
         add_row(header, name, *(column[name] for column in columns))
     out.print(header)
@@ -146,22 +155,6 @@ def print_tables(config: DataInspectConfig, corpora: list[Facts], note: str | No
             out.print(f"note: {one_line(note)}")
     if config.out is not None:
         out.print(f"written to {target_name(config.out)}")
-
-
-def facts_column(facts: Facts) -> dict[str, str]:
-    lengths, share = facts["tokens_per_document"], facts["ends_with_eod"]
-    return {
-        "tokens are": f"{facts['dtype']} (version {facts['version']})",
-        "documents": f"{facts['documents']:,}",
-        "sequences": f"{facts['sequences']:,}",
-        "tokens": f"{facts['tokens']:,}",
-        "shortest document": f"{lengths['min']:,}",
-        "median document": f"{lengths['median']:,}",
-        "mean document": f"{lengths['mean']:,.1f}",
-        "longest document": f"{lengths['max']:,}",
-        "size of .bin": format_bytes(facts["bytes"]),
-        "end with eod": "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}",
-    }
 
 
 def run_verify(config: DataVerifyConfig) -> None:

@@ -22,7 +22,7 @@ class DataTokenizerConfig:
     """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
     lowercase: Annotated[bool, OnlyIf("kind", "wordpiece")] = True
     """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
-    vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
+    vocab.txt the tokenizer_config.json next to it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
     encoding: str = "utf-8"
@@ -62,7 +62,7 @@ class DataInspectConfig:
     path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     tokenizer: InputPath | None = None
-    """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
+    """Tokenizer to decode samples with; null takes the corpus's tokenizer.json, if there is one."""
     samples: Annotated[int, NOT_NEGATIVE] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
     out: ResultFile | None = None
@@ -76,6 +76,6 @@ class DataVerifyConfig:
     path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     vocab_size: int | None = None
-    """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
+    """Token ids must be below it; null takes the corpus's receipt's or tokenizer's."""
     out: ResultFile | None = None
     """JSON file for the verdict; null writes none."""

@@ -36,8 +36,16 @@ def preflight(config: EvalLossConfig) -> list[str]:
     written = receipt_tokenizer(prefix.parent)
     if problem := other_tokenizer(f"path={prefix}", written, str(source.path), source.tokenizer_digest, fix):
         return [problem]
-    if problems := context_problems(config, trained, seq_length):
-        return problems
+    cp = config.parallel.cp
+    if context := context_problem(cp, trained.model, trained.data):
+        return [context]
+    values = {
+        **{"cp": cp, "tp": config.parallel.tp, "sequence_parallel": False},  # which has no effect here
+        **{"data.seq_length": seq_length, "model.max_positions": trained.model.max_positions},
+    }
+    names, launch = {"data.seq_length": "seq_length"}, Launch(None, None)
+    if problems := layout_problems(values, launch, (CONTEXT_FITS,), names=names, fix_names=names):
+        return list(problems)
     out = result_path(config, source, prefix)
     problem = folder_problem(out)
     return [
@@ -45,18 +53,6 @@ def preflight(config: EvalLossConfig) -> list[str]:
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
-
-
-def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
-    cp = config.parallel.cp
-    if problem := context_problem(cp, trained.model, trained.data):
-        return [problem]
-    values = {
-        **{"cp": cp, "tp": config.parallel.tp, "sequence_parallel": False},  # which has no effect here
-        **{"data.seq_length": seq_length, "model.max_positions": trained.model.max_positions},
-    }
-    names = {"data.seq_length": "seq_length"}
-    return list(layout_problems(values, Launch(None, None), (CONTEXT_FITS,), names=names, fix_names=names))
 
 
 def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mlm.convert.source import Source, open_source
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Metric, Protocol, deduplicate
+from mlm.evaluate.zero_shot.protocol import Metric, Protocol
 from mlm.inference.scoring import digest_requests, score
 from mlm.inference.trained import (
     load_trained,
@@ -73,12 +74,12 @@ def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> l
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     """Score the texts; rank 0 prints a table and writes a JSON receipt.
 
-    Scores are kept beside the receipt until it is written, so that a stopped command resumes.
+    Scores are kept next to the receipt until it is written, so that a stopped command resumes.
     """
     trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     tokenizer = trained.source.load_tokenizer(config.tokenizer, force=config.force)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
-    requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
+    requests = [request for protocol in protocols for request in protocol.requests]
     out = Path(config.out or default_path(config, trained.source))
     beside = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
@@ -105,8 +106,8 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         )
     if not ctx.is_main:
         return
-    places = iter(where)
-    metrics = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
+    remaining = iter(scores)
+    metrics = [p.finish(list(islice(remaining, len(p.requests)))) for p in protocols]
     result = {
         "task": TASKS[type(config)],
         "results": list(map(result_of, protocols, metrics)),

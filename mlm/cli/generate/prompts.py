@@ -28,7 +28,7 @@ KEYS = ("prompt", "text")
 class Prompt:
     """A text to continue."""
 
-    place: str
+    location: str
     """Its location in messages: prompt, or FILE:LINE."""
     text: str
     ids: tuple[int, ...] = ()
@@ -46,7 +46,25 @@ class Prompt:
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a command in their order, with tokens. Raises UserError."""
-    return [_prompt(config, tokenizer, place, record) for place, record in _records(config)]
+    records: list[Located]  # objects with a text or messages: the one prompt, or one for each line of a file
+    if config.prompts is not None:
+        path = Path(config.prompts)
+        if form_of(path) in SUFFIXES:
+            records = list(read_records(path))
+        else:
+            lines = read_input_text(path).split("\n")
+            numbered = enumerate((line.removesuffix("\r") for line in lines), 1)
+            records = [(f"{path}:{number}", {"prompt": line}) for number, line in numbered if line.strip()]
+        if not records:
+            raise UserError(f"prompts={path}: holds no prompt: give one per line")
+    elif config.prompt == STDIN:
+        content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: closed (<&-)
+        if not (text := decode_text(content, "standard input").removesuffix("\n")):  # a shell's last
+            raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
+        records = [("standard input", {"prompt": text})]
+    else:
+        records = [("prompt", {"prompt": config.prompt})]
+    return [_prompt(config, tokenizer, location, record) for location, record in records]
 
 
 def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelContext) -> list[Prompt]:
@@ -60,28 +78,7 @@ def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelCon
     return [Prompt(*fields) for fields in ranks.broadcast([astuple(prompt) for prompt in prompts])]
 
 
-def _records(config: GenerateConfig) -> list[Located]:
-    """Objects with a text or messages, of each line of a file, or of the one prompt."""
-    if config.prompts is None and config.prompt != STDIN:
-        return [("prompt", {"prompt": config.prompt})]
-    if config.prompts is None:
-        content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: closed (<&-)
-        if not (text := decode_text(content, "standard input").removesuffix("\n")):  # a shell's last
-            raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
-        return [("standard input", {"prompt": text})]
-    path = Path(config.prompts)
-    if form_of(path) in SUFFIXES:
-        records = list(read_records(path))
-    else:
-        lines = read_input_text(path).split("\n")
-        numbered = enumerate((line.removesuffix("\r") for line in lines), 1)
-        records = [(f"{path}:{number}", {"prompt": line}) for number, line in numbered if line.strip()]
-    if not records:
-        raise UserError(f"prompts={path}: holds no prompt: give one per line")
-    return records
-
-
-def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: dict[str, Any]) -> Prompt:
+def _prompt(config: GenerateConfig, tokenizer: Tokenizer, location: str, record: dict[str, Any]) -> Prompt:
     """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
     if config.chat:
         record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
@@ -90,12 +87,12 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
     messages = text if config.chat and messages is None and isinstance(text, list) else messages
     if messages is None and not isinstance(text, str):
         forms = '{"messages": […]} or {"prompt": "…"}' if config.chat else '{"prompt": "…"} or {"text": "…"}'
-        raise UserError(f"{place}: holds no prompt: write {forms}")
+        raise UserError(f"{location}: holds no prompt: write {forms}")
     if (half := lone_surrogate(json.dumps([text, messages], ensure_ascii=False))) is not None:
-        raise UserError(f"{place}: holds {half}, no UTF-8: correct it")
+        raise UserError(f"{location}: holds {half}, no UTF-8: correct it")
     if not config.chat:
         ids = tokenizer.encode_prompt(text, special_tokens=config.special_tokens)
-        return Prompt(place, text, tuple(ids), len(tokenizer.opening))
+        return Prompt(location, text, tuple(ids), len(tokenizer.opening))
     if messages is None:
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         messages = [*system, {"role": "user", "content": text}]
@@ -104,6 +101,6 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
         conversation = make_conversation(record, messages)
         ids = encode_prompt(conversation, tokenizer, tokenizer.chat_template)
     except ChatError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{location}: {error}") from error
     message = str(conversation.messages[-1].get("content", ""))
-    return Prompt(place, message, tuple(ids), is_message=True)
+    return Prompt(location, message, tuple(ids), is_message=True)

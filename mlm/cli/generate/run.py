@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 from mlm.cli.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.cli.generate.settings import STDIN, GenerateConfig
@@ -45,7 +44,6 @@ def preflight(config: GenerateConfig) -> list[str]:
 
 
 def run(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """Continue every prompt; rank 0 prints and writes. Raises UserError."""
     trained = load_trained(open_source(config.ckpt), config.parallel, config.precision, ctx)
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # every step reads all weights: once in this dtype, not cast each time
@@ -57,7 +55,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         most = trained.config.model.max_positions
         for prompt in (prompt for prompt in prompts if len(prompt.ids) > most):
             what = f"of its {len(prompt.ids)} tokens the last {most} are read, the checkpoint's max_positions"
-            print(f"mlm generate: {one_line(prompt.place)}: {what}", file=sys.stderr)
+            print(f"mlm generate: {one_line(prompt.location)}: {what}", file=sys.stderr)
         declared = declared_sampling(tokenizer.declared.generation)
         if used := [f"{key}={value}" for key, value in declared.items() if getattr(config, key) is None]:
             print(f"as {GENERATION_CONFIG} declares: {', '.join(used)}", file=sys.stderr)
@@ -81,8 +79,20 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
     if config.out is not None:
-        records = [record(*text, tokens, config, tokenizer) for text, tokens in zip(texts, new, strict=True)]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
+        lines = ""
+        for (prompt, sample), ids in zip(texts, new, strict=True):
+            text = tokenizer.decode(ids)
+            continuation = before_stop(text, config.stops)
+            ending = "max_new_tokens" if len(ids) == config.max_new_tokens else "eod"
+            row = {
+                "prompt": prompt.text,
+                "sample": sample,
+                "continuation": continuation,
+                "tokens": ids,  # the stop's too
+                "stop": ending if continuation == text else "stop",
+                "seed": config.seed,
+            }
+            lines += json.dumps(row, ensure_ascii=False) + "\n"
         write_result(config.out, lines.encode("utf-8", "backslashreplace"), inputs=[config.prompts])
         print(f"written to {target_name(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
@@ -141,27 +151,11 @@ def begin_text(
     """Print the location of a text among several, and its prompt unless it is a message."""
     prompt, sample = texts[number]
     if len(texts) > 1:
-        print(f"{chr(10) * (number > 0)}--- {one_line(prompt.place)}, sample {sample + 1}")
-    # of an empty prompt the token before it is no part of the text
+        print(f"{chr(10) * (number > 0)}--- {one_line(prompt.location)}, sample {sample + 1}")
+    # with an empty prompt the token before it does not belong to the text
     stream = TextStream(tokenizer, prompt.shown, stops)
     stream.print([])
     return stream
-
-
-def record(
-    prompt: Prompt, sample: int, new: list[int], config: GenerateConfig, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    text = tokenizer.decode(new)
-    continuation = before_stop(text, config.stops)
-    ending = "max_new_tokens" if len(new) == config.max_new_tokens else "eod"
-    return {
-        "prompt": prompt.text,
-        "sample": sample,
-        "continuation": continuation,
-        "tokens": new,  # those of the stop too
-        "stop": ending if continuation == text else "stop",
-        "seed": config.seed,
-    }
 
 
 class TextStream:
@@ -184,8 +178,8 @@ class TextStream:
         if not is_whole:  # the end may be the beginning of a stop
             longest = max(map(len, self.stops), default=1) - 1
             ends = range(min(longest, len(text) - self.start), 0, -1)
-            held = (n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops))
-            text = text[: len(text) - next(held, 0)]
+            stop_starts = (n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops))
+            text = text[: len(text) - next(stop_starts, 0)]
         sys.stdout.write(safe_text(text[self.printed :]) + "\n" * is_whole)
         sys.stdout.flush()
         self.printed = len(text)

@@ -8,7 +8,6 @@ from mlm.util.system import resolve
 
 
 def check(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
-    """Problems of a run and of its observers, which import torch. Arguments as of `check_pretrain`."""
     problems = check_pretrain(config, world_size=world_size, local_devices=local_devices)
     if config.train.observers:
         problems += resolve("mlm.training.named_observers:observer_problems")(config.train.observers)
@@ -24,7 +23,7 @@ COMMANDS = (
         check=check,
         preflight="mlm.training.preflight:preflight",
         model_of_ckpt="mlm.cli.pretrain.run:model_of_ckpt",
-        resolvers={"schedule.cooldown": "mlm.cli.pretrain.cooldown:settle_cooldown"},
+        resolvers={"schedule.cooldown": "mlm.cli.pretrain.run:settle_cooldown"},
         out_is_run_folder=True,
         has_runs=True,
         summary="train a language model from scratch, or continue from a checkpoint",
@@ -56,7 +55,7 @@ COMMANDS = (
             mlm pretrain experiment=v1_8_3b --cfg job
             # The settings of a job of 512 GPUs, checked where there are none
             mlm pretrain experiment=v1_8_3b data.path=corpus --check=512
-            # Your own YAML beside the shipped one: my_configs/model/my_model.yaml
+            # Your own YAML besides the shipped one: my_configs/model/my_model.yaml
             mlm pretrain --config-dir my_configs model=my_model data=synthetic
         """,
         keys="""

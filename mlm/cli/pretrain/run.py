@@ -5,7 +5,7 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,10 +14,12 @@ from typing import Any
 
 from rich.text import Text
 
-from mlm.checkpoint.native.folders import BEST
+from mlm.checkpoint.native.folders import BEST, CHECKPOINTS, latest_checkpoint, step_of
 from mlm.checkpoint.native.run_state import BEST_VALIDATION, INCIDENTS, LORA, TOKENIZER, VALIDATION_DUE
+from mlm.cli.pretrain.samples import PromptSampler
 from mlm.config.build import config_digest
 from mlm.config.fields import Role, expand_home, path_problem
+from mlm.config.plain_yaml import parse, read_text
 from mlm.convert.source import open_checkpoint, open_source
 from mlm.convert.weights import fill_parameters
 from mlm.data import files_present as present
@@ -45,6 +47,7 @@ from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import DevicePeak, peak_flops
 from mlm.tracking.reporter import training_console
 from mlm.training.identity import changes_line
+from mlm.training.incidents.numbers import spare_samples
 from mlm.training.kernels import fp8_line, kernels_line
 from mlm.training.loop import (
     Loop,
@@ -57,7 +60,8 @@ from mlm.training.loop import (
 )
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.mirror import mirroring
-from mlm.training.resume import claim, continue_data, resume
+from mlm.training.observer import Observer
+from mlm.training.resume import claim, continue_data, continued_candidates, resume
 from mlm.training.trainer import Trainer
 from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
@@ -83,7 +87,12 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
                 print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         if config.lora.rank:
-            load_base(trainer)
+            # The frozen weights that adapters are added to.
+            assert trainer.config.ckpt is not None, "checked with the settings"
+            source = open_source(trainer.config.ckpt)
+            frozen = [shard for shard in trainer.shards if not shard.is_trained]
+            manifest = fill_parameters(frozen, source, trainer.ctx, initialize=False)
+            trainer.extra_state[LORA] = {"base": source.name, "digest": manifest.digest}
         start = resume(trainer)
         if start is None and config.ckpt is not None and not config.lora.rank:
             start = start_from_source(trainer, config.ckpt)
@@ -104,15 +113,6 @@ def start_from_source(trainer: Trainer, ckpt: str) -> Path:
     return source.path
 
 
-def load_base(trainer: Trainer) -> None:
-    """Load the frozen weights that adapters are trained beside, from `ckpt`. Collective; raises UserError."""
-    assert trainer.config.ckpt is not None, "checked with the settings"
-    source = open_source(trainer.config.ckpt)
-    frozen = [shard for shard in trainer.shards if not shard.is_trained]
-    manifest = fill_parameters(frozen, source, trainer.ctx, initialize=False)
-    trainer.extra_state[LORA] = {"base": source.name, "digest": manifest.digest}
-
-
 def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
     """Run the loop from the trainer's state. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
@@ -120,8 +120,8 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
         memory["recent"] = []  # other data may have other losses
     left = config.train.steps - trainer.step
     batch_size, ramp = config.train.global_batch_size, config.train.ramp_batch
-    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, ramp)
-    samples = train_dataset(config, num_samples, trainer.history)
+    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, (), ramp)
+    samples = train_dataset(config, num_samples + spare_samples(trainer), trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
@@ -185,7 +185,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
         lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
-    lines += filter(None, (kernels_line(config, trainer.settled), fp8_line(config)))
+    lines += filter(None, (kernels_line(config, trainer.settled, trainer.ctx.device), fp8_line(config)))
     return lines
 
 
@@ -213,7 +213,7 @@ def lifted_rate(trainer: Trainer, before: Mapping[str, Any]) -> str | None:
 
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
-    """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
+    """Write the composed configuration and the tokenizer into the run's folder. Raises UserError."""
     checkpoint = replace(config.checkpoint, from_mirror=False, from_step=None)
     data = replace(config.data, change=False)
     saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
@@ -230,7 +230,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 
 
 def epochs_of(samples: Dataset) -> list[float | None]:
-    """Passes over each part of a blend, or over the one corpus; None of what is no corpus."""
+    """Passes over each part of a blend, or over the one corpus; None for other data."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return [getattr(part, "epochs", None) for part in parts]  # of samples of a corpus
 
@@ -287,6 +287,11 @@ class PretrainLoop(Loop):
     last_validation: float | None = field(default=None, init=False)
     """Mean validation loss of the last validation, nats per token; of the average with ema.validate."""
 
+    def further_observers(self) -> list[Observer]:
+        config = self.trainer.config
+        tokenizer = tokenizer_of(config.data) if config.train.sample_prompts else None
+        return [] if tokenizer is None else [PromptSampler(self.trainer, self.reporter, tokenizer)]
+
     @property
     def validate_every(self) -> int:
         return self.trainer.config.train.validate_every if self.validation else 0
@@ -303,7 +308,9 @@ class PretrainLoop(Loop):
         self.throughput.count(len(self.trainer.newest_samples) * self.trainer.config.data.seq_length)
 
     def tokens(self) -> int:
-        return self.trainer.consumed_samples * self.trainer.config.data.seq_length
+        consumed = self.trainer.consumed_samples
+        unread = sum(count for first, count in self.trainer.excluded_samples if first < consumed)
+        return (consumed - unread) * self.trainer.config.data.seq_length
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
         """The parts of the objective by name; nothing where the loss is all there is."""
@@ -348,9 +355,9 @@ class PretrainLoop(Loop):
             # a new dictionary: a save under way may still be writing the one before
             state[BEST_VALIDATION] = {**best, "without_gain": best["without_gain"] + 1}
             if best["without_gain"] + 1 == train.patience:
-                found = f"the best validation loss is {best['loss']:.4f}, of step {best['step']}"
+                best_loss = f"the best validation loss is {best['loss']:.4f}, of step {best['step']}"
                 why = f"stopped by train.patience={train.patience} after step {trainer.step}"
-                self.reporter.note(f"{why}: {found}; a higher patience continues")
+                self.reporter.note(f"{why}: {best_loss}; a higher patience continues")
 
     def validation_losses(self) -> tuple[list[float], list[float]]:
         """Losses of the validation sets, and the means over all by weight of the objective's metrics."""
@@ -402,3 +409,33 @@ def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:
         with suppress(UserError):
             return f"out={out}", asdict(open_checkpoint(expand_home(out)).model)
         raise
+
+
+def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | None:
+    """Set train.steps of composed settings to the end of the cooldown; return what to print.
+
+    Only where neither the user nor the run's own settings, of a cooldown that is under way, say it; None
+    then. Raises UserError for a run to continue that holds no state, CorruptFileError where none is whole.
+    """
+    cooldown, origin = values["schedule"].get("cooldown"), values["checkpoint"].get("from_run")
+    if not isinstance(cooldown, int) or cooldown <= 0 or "train.steps" in typed:
+        return None
+    out = Path(str(values["out"]))
+    own = latest_checkpoint(out / CHECKPOINTS)
+    if values["checkpoint"].get("from_mirror"):
+        raise UserError(
+            f"schedule.cooldown={cooldown}: its steps from a mirror are not known; set train.steps too"
+        )
+    if own is None and not isinstance(origin, str):
+        return None
+    start = step_of(own or continued_candidates(str(origin))[0])
+    steps = start + cooldown
+    settings = out / RUN_SETTINGS
+    saved: Mapping[str, Any] = parse(read_text(settings), settings) if own and settings.is_file() else {}
+    schedule, train = saved.get("schedule"), saved.get("train")
+    if isinstance(schedule, dict) and isinstance(train, dict) and schedule.get("cooldown") == cooldown:
+        end = train.get("steps")  # of a cooldown that is under way
+        if type(end) is int and end - cooldown <= start <= end:
+            steps = end
+    values["train"]["steps"] = steps
+    return f"schedule.cooldown={cooldown}: steps {steps - cooldown + 1:,} to {steps:,} of train.steps={steps}"

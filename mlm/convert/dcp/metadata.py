@@ -68,14 +68,30 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
         }
         items: dict[tuple[str, tuple[int, ...]], Item] = {}
         for index, info in fields["storage_data"].items():
-            place = index.fields(f"{CLASSES}.MetadataIndex")
-            if (name := _name(place["fqn"])) in wanted:
-                key = name, _numbers(place["offset"])
-                if key in items:
-                    raise PickleError(f"{name}: two items at offset {list(key[1])}")
-                items[key] = _item(name, info)
+            position = index.fields(f"{CLASSES}.MetadataIndex")
+            if (name := _name(position["fqn"])) not in wanted:
+                continue
+            key = name, _numbers(position["offset"])
+            if key in items:
+                raise PickleError(f"{name}: two items at offset {list(key[1])}")
+            stored = info.fields("torch.distributed.checkpoint.filesystem._StorageInfo")
+            file = stored["relative_path"]
+            if type(file) is not str or not FILE_NAME.fullmatch(file):
+                raise PickleError(f"{name}: the file name {ascii(file)[:60]} is not allowed")
+            if stored.get("transform_descriptors"):
+                raise PickleError(f"{name}: compression or encryption by an extension is not supported")
+            items[key] = file, _whole(stored["offset"]), _whole(stored["length"])
         tensors = {name: _tensor(name, entry, items) for name, entry in wanted.items()}
-        _check_pieces(folder, {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape})
+        pieces = [(name, piece) for name, tensor in tensors.items() for piece in tensor.pieces]
+        sizes = {file: _regular_size(folder / file) for file in sorted({piece.file for _, piece in pieces})}
+        for name, piece in pieces:
+            if (end := piece.begin + piece.length) > sizes[piece.file]:
+                raise PickleError(f"{name}: its item ends at byte {end} of {piece.file}, which is shorter")
+        for name, tensor in tensors.items():
+            chunks = Chunks.of([Chunk(x.file, x.region) for x in tensor.pieces], len(tensor.shape))
+            problem = None if 0 in tensor.shape else tiling_problem(tensor.shape, chunks)
+            if problem is not None:
+                raise PickleError(f"{name}: {problem}")
     return tensors
 
 
@@ -120,16 +136,6 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _item(name: str, info: Record) -> Item:
-    fields = info.fields("torch.distributed.checkpoint.filesystem._StorageInfo")
-    file = fields["relative_path"]
-    if type(file) is not str or not FILE_NAME.fullmatch(file):
-        raise PickleError(f"{name}: the file name {ascii(file)[:60]} is not allowed")
-    if fields.get("transform_descriptors"):
-        raise PickleError(f"{name}: is compressed or encrypted by an extension, which is not supported")
-    return file, _whole(fields["offset"]), _whole(fields["length"])
-
-
 def _tensor(name: str, entry: Record, items: Mapping[Any, Item]) -> StoredTensor:
     fields = entry.fields(f"{CLASSES}.TensorStorageMetadata")
     state, chunks = fields["properties"].state, fields["chunks"]
@@ -141,8 +147,8 @@ def _tensor(name: str, entry: Record, items: Mapping[Any, Item]) -> StoredTensor
         raise PickleError(f"{name}: has no list of chunks, or more than are stored")
     pieces = []
     for chunk in chunks if 0 not in shape else []:
-        place = chunk.fields(f"{CLASSES}.ChunkStorageMetadata")
-        region = Region(_numbers(place["offsets"]), _numbers(place["sizes"]))
+        position = chunk.fields(f"{CLASSES}.ChunkStorageMetadata")
+        region = Region(_numbers(position["offsets"]), _numbers(position["sizes"]))
         if len(region.offset) != len(shape) or len(region.size) != len(shape):
             raise PickleError(f"{name}: a chunk has other dims than its shape {list(shape)}")
         if (name, region.offset) not in items:
@@ -152,18 +158,3 @@ def _tensor(name: str, entry: Record, items: Mapping[Any, Item]) -> StoredTensor
             raise PickleError(f"{name}: {piece.length} bytes are stored of the chunk {list(region.size)}")
         pieces.append(piece)
     return StoredTensor(shape, dtype, tuple(pieces))
-
-
-def _check_pieces(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise PickleError for an item that ends beyond its file, and for pieces that do not tile a tensor."""
-    if not tensors:
-        return
-    files = sorted({piece.file for tensor in tensors.values() for piece in tensor.pieces})
-    sizes = {file: _regular_size(folder / file) for file in files}
-    for name, tensor in tensors.items():
-        for piece in tensor.pieces:
-            if (end := piece.begin + piece.length) > sizes[piece.file]:
-                raise PickleError(f"{name}: its item ends at byte {end} of {piece.file}, which is shorter")
-        chunks = Chunks.of([Chunk(piece.file, piece.region) for piece in tensor.pieces], len(tensor.shape))
-        if problem := tiling_problem(tensor.shape, chunks):
-            raise PickleError(f"{name}: {problem}")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.reader import copy_region
-from mlm.checkpoint.native.shard_file import Form, Stored
+from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import COPY_AGAIN, StoredPiece, StoredTensor
 from mlm.convert.dcp.unpickled import DAMAGES, PickleError, check_archive, read_archive
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import digest_file
+from mlm.util.terminal import one_line
 
 OPEN_FILES = 64
 
@@ -46,10 +47,19 @@ class DCPReader:
         tensor = self.tensors[name]
         target = torch.empty(region.size, dtype=dtype or tensor.dtype)
         for piece in tensor.pieces:
-            if common := region.intersect(piece.region):
-                stored = self._locate(name, tensor.dtype, piece)
-                f = self._file(piece.file)
-                copy_region(f, stored, common, piece.region, target[common.within(region)])
+            if (common := region.intersect(piece.region)) is None:
+                continue
+            try:
+                saved = read_archive(self._item(piece))
+                stored = saved.find(saved.value)
+                if stored.form != Form(tensor.dtype, piece.region.size):
+                    listed = f"{tensor.dtype} {list(piece.region.size)}"
+                    raise PickleError(f"is not of {listed}, as .metadata lists it")
+            except (*DAMAGES, OSError) as error:
+                raise self._damaged(name, piece, str(error)) from error
+            stored = stored._replace(begin=piece.begin + stored.begin)
+            f = self._file(piece.file)
+            copy_region(f, stored, common, piece.region, target[common.within(region)])
         return target
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> dict[str, str]:
@@ -63,25 +73,13 @@ class DCPReader:
         with reading_from(self.folder, COPY_AGAIN):
             return {file: digest_file(self.folder / file, progress) for file in self.files}
 
-    def _locate(self, name: str, dtype: torch.dtype, piece: StoredPiece) -> Stored:
-        """Return where the bytes of a piece are in its file."""
-        try:
-            saved = read_archive(self._item(piece))
-            stored = saved.find(saved.value)
-            if stored.form != Form(dtype, piece.region.size):
-                raise PickleError(f"is not of {dtype} {list(piece.region.size)}, as .metadata lists it")
-        except (*DAMAGES, OSError) as error:
-            raise self._damaged(name, piece, str(error)) from error
-        return stored._replace(begin=piece.begin + stored.begin)
-
     def _item(self, piece: StoredPiece) -> BinaryIO:
         return io.BufferedReader(_FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
 
     def _damaged(self, name: str, piece: StoredPiece, why: str) -> CorruptFileError:
-        reason = (why if why.isprintable() else ascii(why))[:120]
         return CorruptFileError(
-            f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} ({reason}); "
-            f"nothing was executed. {COPY_AGAIN}"
+            f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} "
+            f"({one_line(why)}); nothing was executed. {COPY_AGAIN}"
         )
 
     def _file(self, name: str) -> BinaryIO:

@@ -220,11 +220,6 @@ class Saved:
         return Stored(dtype, shape, begin + first * dtype.itemsize)
 
 
-def printable(text: str) -> str:
-    """Return words of a file for a message: one line, without control characters."""
-    return (text if text.isprintable() else ascii(text))[:120]
-
-
 def check_archive(f: BinaryIO) -> None:
     """Compare every record of an archive with its checksum. Raises one of DAMAGES."""
     with zipfile.ZipFile(f) as records:

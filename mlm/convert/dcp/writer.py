@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mlm.checkpoint.native.slices import Read, Region
-from mlm.checkpoint.native.stream import group_by_size
+from mlm.checkpoint.native.stream import WriteFile, group_by_size
 from mlm.convert.dcp.metadata import METADATA
 from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import Advance
@@ -45,6 +46,7 @@ def write_dcp(
     read: Read,
     most: int,
     progress: Advance,
+    write_file: WriteFile,
 ) -> None:
     """Write the items, in order, into files of about `most` bytes, and their `.metadata`. Raises OSError."""
     folder.mkdir(exist_ok=True)
@@ -53,7 +55,8 @@ def write_dcp(
     stored = {}
     for number, group in enumerate(groups):
         file = f"__0_{number}.distcp"
-        lengths = _write_items(folder / file, group, read, progress)
+        path = folder / file
+        lengths = write_file(path, partial(_write_items, path, group, read, progress))
         for (name, region), length, end in zip(group, lengths, accumulate(lengths), strict=True):
             stored[MetadataIndex(name, Size(region.offset))] = _StorageInfo(file, end - length, length)
     described: dict[str, STORAGE_TYPES] = {

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from mlm.convert.gguf.vocabulary import compare_tokens, composes, vocabulary
 from mlm.convert.huggingface.export import hf_mapping, token_ids
+from mlm.convert.huggingface.llama import locations
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
+from mlm.convert.locations import ForeignTensor, foreign_tensors
 from mlm.convert.source import Source, open_checkpoint
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
@@ -129,7 +130,13 @@ def model_problem(source: Source) -> str | None:
     if model.activation != target.activation:
         return f"model.activation={model.activation} is not supported; supported: {target.activation}"
     for name, value in target.fixed.items():
-        if not is_alike(model, given := getattr(settings, name), value):
+        given = getattr(settings, name)
+        is_alike = given == value
+        if given and isinstance(given, str) and isinstance(value, str):
+            # Patterns by layer of other lengths may be equal in all layers of the model.
+            layers = range(model.num_layers)
+            is_alike = all(given[n % len(given)] == value[n % len(value)] for n in layers)
+        if not is_alike:
             return f"llama.cpp has no {kind} with model.options.{name}={format_value(given)}"
     if target.has_full_width and settings.head_dim * model.num_heads != model.hidden_size:
         return f"llama.cpp has no {kind} with heads of other widths than hidden_size / num_heads"
@@ -154,13 +161,6 @@ def model_problem(source: Source) -> str | None:
     return None
 
 
-def is_alike(model: ModelConfig, given: object, value: object) -> bool:
-    """True for equal options, and for patterns by layer that are equal in all layers of a model."""
-    if not (isinstance(given, str) and isinstance(value, str) and given):
-        return given == value
-    return all(given[n % len(given)] == value[n % len(value)] for n in range(model.num_layers))
-
-
 def export_gguf(
     source: Source, out: str, kind: str, *, logits: Callable[[Tensor], Tensor] | None
 ) -> tuple[dict[str, object], list[str]]:
@@ -171,10 +171,18 @@ def export_gguf(
     gguf: Any = load_extra("gguf", "mlm export gguf", "gguf")
     source.digests()
     writer = prepare(gguf, source, kind)
-    check = None
-    if logits is not None and find_spec("cyllama") is not None and not is_stream(out):
-        check = partial(check_in_llama_cpp, source, out, kind, logits)
-    write_result(out, partial(write, gguf, writer, check))
+    is_tried = logits is not None and find_spec("cyllama") is not None and not is_stream(out)
+
+    def write(file: BinaryIO) -> None:  # raises OSError: a pipe has no position to align tensors
+        writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        file.flush()
+        if is_tried and logits is not None:
+            check_in_llama_cpp(source, out, kind, logits, Path(file.name))
+
+    write_result(out, write)
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns = {"architecture#": writer.arch, "type#": kind, "GB#": f"{size / GB:.3g}"}
     notes, window = [], bounding_window(source.model)
@@ -184,14 +192,15 @@ def export_gguf(
         notes.append("llama.cpp composes no accents: text that is not in NFC is read as other tokens")
     if window:
         notes.append(f"context of {window} tokens: llama.cpp has no window in this architecture")
-    if check is None:
+    if not is_tried:
         notes.append("not tried in llama.cpp: that takes a regular file, verify=true and mlm[gguf-check]")
     return columns, notes
 
 
 def prepare(gguf: Any, source: Source, kind: str) -> Any:
     """Return a writer of the `gguf` package that holds all keys and tensors."""
-    target = TARGETS[model_type(source.model)]
+    model = source.model
+    mapping, settings, target = hf_mapping(source), LlamaSettings.of(model), TARGETS[model_type(model)]
     architecture = gguf.MODEL_ARCH[target.name]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_quantized_by(CREATOR)  # by which a later export knows the file
@@ -200,57 +209,37 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
         writer.add_tokenizer_model("none")
     else:
         add_tokenizer(writer, source, source.tokenizer)
-    mapping, settings = hf_mapping(source), LlamaSettings.of(source.model)
-    names = gguf.get_tensor_name_map(architecture, source.model.num_layers)
+    names = gguf.get_tensor_name_map(architecture, model.num_layers)
     if settings.rope_scaling == "llama3":
         cpu = torch.device("cpu")
         scaled = frequencies(settings, torch.float64, cpu)[0]
         plain = frequencies(replace(settings, rope_scaling="default"), torch.float64, cpu)[0]
         # llama.cpp divides each frequency by these
         writer.add_tensor(names.get_name("rope_freqs") + ".weight", (plain / scaled).float().numpy())
-    sections = dict[str, list[Tensor]]()  # of a tensor that holds several parameters
-    heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
-    for ours, location in mapping.locations(source.model):
-        # Tensors of single experts are one of all of them.
-        tensors = sections if location.section else dict[str, list[Tensor]]()
-        for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
-            module = theirs.split(".")[-2]
-            if target.has_pairs and module in heads:
-                value = interleave(value, heads[module])
-            if settings.zero_centered_norms and theirs.endswith("norm.weight"):
-                value = 1 + value
-            stored = mapping.stored_name(theirs, source.model)
-            tensors.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", stored), []).append(value)
-        if location.section and location.section[1] < location.section[2]:
-            continue  # its other sections follow
-        for stored, values in tensors.items():
-            name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-            value = torch.stack(values) if ".experts." in stored else torch.cat(values)
-            data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
-            writer.add_tensor(name, data, raw_dtype=dtype)
-        tensors.clear()
+    row = VARIANTS[model_type(model)]
+    row = replace(row, rotates_neighbours=row.rotates_neighbours or target.has_pairs)
+    stored = foreign_tensors(
+        locations(model, row), source.parameters, lambda name: mapping.stored_name(name, model)
+    )
+    together = dict[str, list[ForeignTensor]]()  # tensors of single experts are one of all of them
+    for name, tensor in stored.items():
+        together.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", name), []).append(tensor)
+    for theirs, tensors in together.items():
+        values = [tensor.compute(source.read) for tensor in tensors]
+        value = torch.stack(values) if ".experts." in theirs else values[0]
+        if settings.zero_centered_norms and theirs.endswith("norm.weight"):
+            value = 1 + value
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
+        writer.add_tensor(name, data, raw_dtype=dtype)
     return writer
 
 
-def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None] | None, file: BinaryIO) -> None:
-    """Write a prepared file to one that is open, and check it.
-
-    Raises OSError; a pipe has no position to align tensors.
-    """
-    writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    file.flush()
-    if check is not None:
-        check(file)
-
-
 def check_in_llama_cpp(
-    source: Source, out: str, kind: str, logits: Callable[[Tensor], Tensor], file: BinaryIO
+    source: Source, out: str, kind: str, logits: Callable[[Tensor], Tensor], path: Path
 ) -> None:
     """Compare tokens and logits in llama.cpp. Raises UserError if they differ."""
-    llama = LlamaCpp(Path(file.name))
+    llama = LlamaCpp(path)
     if source.tokenizer is not None:
         compare_tokens(source.tokenizer, llama.tokens)
     count = min(32, context_length(source.model))
@@ -263,12 +252,6 @@ def check_in_llama_cpp(
             f"out={out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
             f"({most:g} is what type={kind} rounds); nothing is written"
         )
-
-
-def interleave(value: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a head from halves to pairs: llama.cpp rotates neighbours in a LLAMA."""
-    paired: Tensor = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    return paired
 
 
 def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:

@@ -7,7 +7,7 @@ split, and nothing else of tokenizer.json. So each vocabulary is tried on texts 
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -86,23 +86,23 @@ class Vocabulary:
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         else:
-            backend = Backend(models.BPE(vocab=ids, merges=list(self._pairs(ids)), byte_fallback=True))
+            # llama.cpp joins any two tokens that make a third, the best first.
+            assert self.scores is not None
+            rows = zip(self.tokens, self.types, self.scores, strict=True)
+            best = sorted(
+                (-score, id, token) for id, (token, type, score) in enumerate(rows) if type == NORMAL
+            )
+            merges = []
+            for _, _, token in best:
+                pairs = ((token[:n], token[n:]) for n in range(1, len(token)))
+                merges += [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+            backend = Backend(models.BPE(vocab=ids, merges=merges, byte_fallback=True))
             prefix = [normalizers.Prepend(SPACE)] if self.adds_space else []
             backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
         typed = zip(self.tokens, self.types, strict=True)
         added = [token for token, type in typed if type == USER_DEFINED]
         backend.add_tokens([AddedToken(token, normalized=False) for token in added])
         return backend
-
-    def _pairs(self, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """Yield the pairs that llama.cpp joins, the best first: any two tokens that make a third."""
-        assert self.scores is not None
-        scores, typed = self.scores, zip(self.tokens, self.types, strict=True)
-        joined = [token for token, type in typed if type == NORMAL]
-        for token in sorted(joined, key=lambda token: -scores[ids[token]]):
-            for cut in range(1, len(token)):
-                if token[:cut] in ids and token[cut:] in ids:
-                    yield token[:cut], token[cut:]
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mlm.convert.huggingface import mapping as hf
+from mlm.convert.locations import Location, weight_and_bias
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.vocabulary_files import UNK
 from mlm.models.backbone import Transformer
@@ -172,30 +173,30 @@ def architecture(model: ModelConfig) -> str:
     return row.classes + (row.pretraining_class if model.head == "language_model" else _HEADS[model.head])
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
+def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
     row = ENCODERS[model_type(model)]
     for ours, theirs in (("token", "word"), ("position", "position"), ("token_type", "token_type")):
         if ours != "token_type" or model.token_types:
-            yield f"{ours}.weight", hf.Location((f"embeddings.{theirs}_embeddings.weight",))
+            yield f"{ours}.weight", Location((f"embeddings.{theirs}_embeddings.weight",))
     if model.norm == "post":
-        yield from hf.weight_and_bias("embedding_norm", "embeddings.LayerNorm")
+        yield from weight_and_bias("embedding_norm", "embeddings.LayerNorm")
     for layer in range(model.num_layers):
         ours, stored = f"layers.{layer}", f"{row.layers}.{layer}"
         qkv = [f"{stored}.{part}" for part in row.qkv]
-        yield from hf.weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
+        yield from weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
         for name, theirs in row.layer.items():
-            yield from hf.weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
+            yield from weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
     if model.norm == "pre":
-        yield from hf.weight_and_bias("final_norm", "encoder.ln")
+        yield from weight_and_bias("final_norm", "encoder.ln")
     if model.head == "classification" or (model.head != "span" and row.kind == "bert"):
-        yield from hf.weight_and_bias("pooler", row.pooler)
+        yield from weight_and_bias("pooler", row.pooler)
     if model.head == "language_model":
         for name, theirs in row.head.items():
-            yield from hf.weight_and_bias(name, theirs)
-        yield "mlm_head.vocabulary.bias", hf.Location((row.bias,))
+            yield from weight_and_bias(name, theirs)
+        yield "mlm_head.vocabulary.bias", Location((row.bias,))
     if model.head in ("classification", "span"):
         stored = row.classifier if model.head == "classification" else "qa_outputs"
-        yield from hf.weight_and_bias("classifier", stored)
+        yield from weight_and_bias("classifier", stored)
 
 
 def plain_name(theirs: str) -> str:
@@ -209,7 +210,7 @@ def plain_name(theirs: str) -> str:
 
 
 def renamings(names: Collection[str]) -> Mapping[str, str]:
-    """Return the names of RobertaForSequenceClassification for those of RobertaForMultipleChoice."""
+    """Return RobertaForSequenceClassification's names for RobertaForMultipleChoice's."""
     if {"roberta.pooler.dense.weight", "classifier.weight"} <= {*names}:
         return {r"^classifier\.": "classifier.out_proj.", r"^roberta\.pooler\.dense\.": "classifier.dense."}
     return {}
@@ -229,8 +230,13 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if kind == "distilbert":
         settings |= {"layer_norm_eps": _DISTILBERT_EPS, "options": {"pooler_activation": "relu"}}
     model, _ = row.keys.read(config, path, row.classes, **settings)
-    if kind == "roberta":
-        model = _with_offset(model, config.get("pad_token_id", 1), path)
+    if kind == "roberta":  # its table of positions begins after the id of padding
+        pad = config.get("pad_token_id", 1)
+        if type(pad) is not int or not 0 <= pad < model.max_positions - 1:
+            why = f"positions begin after it, and max_position_embeddings={model.max_positions}"
+            raise ConfigError([f"{path}: pad_token_id={hf.show(pad)} must be a token's id: {why}"])
+        positions = model.max_positions - pad - 1
+        model = replace(model, max_positions=positions, options={"position_offset": pad + 1})
     if problem_of_model := model_problem(model):
         raise ConfigError([f"{path}: type_vocab_size: {problem_of_model}"])
     if model.ffn_hidden_size == 4 * model.hidden_size:
@@ -242,15 +248,6 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
             f"hidden_dropout_prob={model.hidden_dropout} is taken"
         )
     return model, notes
-
-
-def _with_offset(model: ModelConfig, pad: hf.JSON, path: str) -> ModelConfig:
-    """Return a RoBERTa whose table of positions begins after the id of padding. Raises ConfigError."""
-    if type(pad) is not int or not 0 <= pad < model.max_positions - 1:
-        why = f"positions begin after it, and max_position_embeddings={model.max_positions}"
-        raise ConfigError([f"{path}: pad_token_id={hf.show(pad)} must be a token's id: {why}"])
-    offset = pad + 1
-    return replace(model, max_positions=model.max_positions - offset, options={"position_offset": offset})
 
 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:

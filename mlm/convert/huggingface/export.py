@@ -6,22 +6,24 @@ loads, or are merged into the weights of their base.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON
-from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
+from mlm.checkpoint.native.inspection import dig
+from mlm.checkpoint.native.run_state import FINETUNING, as_strings
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import group_by_size
+from mlm.checkpoint.native.stream import WriteFile, group_by_size, write_anew
 from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.families import mapping_of
 from mlm.convert.huggingface.folder import CONFIG, INDEX, WEIGHTS
-from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location, TokenIds
+from mlm.convert.huggingface.mapping import HuggingFaceMapping, TokenIds
 from mlm.convert.huggingface.model_card import CARD, model_card
+from mlm.convert.locations import foreign_tensors
 from mlm.convert.source import Checkpoint, ModelFolder, Source, open_checkpoint
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer_settings import ids_of
@@ -36,17 +38,6 @@ SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` that transformers requires."""
 NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 Compare = Callable[[Path, Path], object]
-HEADER = 256  # bytes that a tensor needs in the header of its file, at most
-
-
-class Exported(NamedTuple):
-    """A tensor to write, and the parameters, one after the other, that it is `part` of, or that it holds."""
-
-    theirs: str
-    form: Form
-    ours: tuple[str, ...]
-    locations: tuple[Location, ...]
-    part: int
 
 
 def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
@@ -108,7 +99,7 @@ def export_model(
 def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
     """Write adapters as `peft` does, with its settings, which name the base; return their rank.
 
-    A task's head is written whole beside them. Raises UserError if `transformers` has it otherwise.
+    A task's head is written with them, unsplit. Raises UserError if `transformers` has it otherwise.
     """
     lora, mapping = source.config.lora, hf_mapping(source)
 
@@ -159,66 +150,54 @@ def write_hf(
     dtype: torch.dtype,
     file_gb: float,
     advance: Advance,
+    write_file: WriteFile = write_anew,
 ) -> tuple[int, bool]:
     """Write the folder; return its number of files of tensors, and True if a bias was folded."""
-    mapping, exported = hf_mapping(source), dict[str, Exported]()
-    for ours, location in mapping.locations(source.model):
-        form = Form(dtype, location.shape(source.parameters[ours].shape))
-        for part, name in enumerate(location.names):
-            theirs = mapping.stored_name(name, source.model)
-            before = exported.get(theirs, Exported(theirs, form, (), (), part))
-            exported[theirs] = before._replace(
-                ours=(*before.ours, ours), locations=(*before.locations, location)
-            )
-    groups = group_by_size(
-        list(exported.values()), lambda tensor: tensor.form.num_bytes + HEADER, int(file_gb * GB)
+    model, mapping = source.model, hf_mapping(source)
+    tensors = foreign_tensors(
+        mapping.locations(model), source.parameters, lambda name: mapping.stored_name(name, model)
     )
+    forms = {name: Form(dtype, tensor.shape) for name, tensor in tensors.items()}
+    # 256 bytes: what a tensor needs in the header of its file, at most.
+    groups = group_by_size(tensors, lambda name: forms[name].num_bytes + 256, int(file_gb * GB))
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     files = dict(zip(names if len(groups) > 1 else [WEIGHTS], groups, strict=True))
     shift = folded_bias(source, mapping)
 
-    def write(name: str) -> None:
-        tensors = {tensor.theirs: tensor for tensor in files[name]}
+    def read(name: str) -> Tensor:
+        value = tensors[name].compute(source.read)
+        if shift is not None and tensors[name].sources[0][0] == "final_norm.bias":
+            value = value + shift
+        return value.to(dtype)
 
-        def read(theirs: str) -> Tensor:
-            value = stored_tensor(tensors[theirs], source).to(dtype)
-            return value if shift is None or "final_norm.bias" not in tensors[theirs].ours else value + shift
+    def write(file: str) -> None:
+        write_stream(
+            folder / file, {name: forms[name] for name in files[file]}, read, SAFETENSORS_FOR, advance
+        )
 
-        forms = {theirs: tensor.form for theirs, tensor in tensors.items()}
-        write_stream(folder / name, forms, read, SAFETENSORS_FOR, advance)
-
-    for name in files:
-        write(name)
+    for file in files:
+        write_file(folder / file, partial(write, file))
     if len(files) > 1:
-        size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
-        listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
+        size = sum(form.num_bytes for form in forms.values())
+        listed = {name: file for file, stored in files.items() for name in stored}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
-    config = mapping.write(source.model, token_ids(source))
+    config = hf_config(source, mapping)
     if dtype != torch.float32:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    if source.tokenizer is not None and "eos_token_id" in config:
-        eod = source.tokenizer.eod_id
-        config["eos_token_id"] = one_or_all([eod, *sorted(source.tokenizer.end_ids - {eod})])
     write_json(folder / CONFIG, config)
     write_settings(source, mapping, folder)
     return len(files), shift is not None
 
 
-def stored_tensor(tensor: Exported, source: Source) -> Tensor:
-    """Return a tensor to write, float32; of stacked tensors only this one is read."""
-    (location, *others), shape = tensor.locations, tensor.form.shape
-    if others:  # in the order of their sections
-        return torch.cat(
-            [
-                at.to_theirs(source.whole(ours))[0]
-                for ours, at in zip(tensor.ours, tensor.locations, strict=True)
-            ]
-        )
-    if not location.stacked:
-        return location.to_theirs(source.whole(tensor.ours[0]))[tensor.part]
-    index = location.indices[tensor.part]
-    region = Region((*index, *(0 for _ in shape)), (*(1 for _ in index), *shape))
-    return source.read(tensor.ours[0], region).view(shape)
+def hf_config(source: Source, mapping: HuggingFaceMapping) -> dict[str, JSON]:
+    """Return config.json, with the ids that end texts of the tokenizer, else as the source declares them."""
+    config, tokenizer = mapping.write(source.model, token_ids(source)), source.tokenizer
+    if tokenizer is None and isinstance(kept := source.manifest.state.get("source"), dict):
+        config |= {key: kept[key] for key in ("bos_token_id", "eos_token_id") if key in kept}
+    if tokenizer is not None and "eos_token_id" in config:
+        eod = tokenizer.eod_id
+        config["eos_token_id"] = one_or_all([eod, *sorted(tokenizer.end_ids - {eod})])
+    return config
 
 
 def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
@@ -292,7 +271,8 @@ def token_ids(source: Source) -> TokenIds:
     imported = origin if isinstance(origin, dict) else {}
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
     kept, is_causal = imported.get("pad_token_id"), family_of(source.model.kind).causal
-    names = label_names(source.manifest.state) or as_strings(imported.get("labels"))
+    labels = dig(source.manifest.state, FINETUNING, "depends_on", "task.labels") or imported.get("labels")
+    names = as_strings(labels)
     on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
     if isinstance(kept, int) or (imported and is_causal):  # which says so itself, or has none
         pad = kept

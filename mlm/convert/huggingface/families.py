@@ -2,7 +2,8 @@
 
 from importlib import import_module
 
-from mlm.convert.huggingface.mapping import HuggingFaceMapping, Location
+from mlm.convert.huggingface.mapping import HuggingFaceMapping
+from mlm.convert.locations import Location
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.lora import LayerNames

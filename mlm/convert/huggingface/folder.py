@@ -23,6 +23,7 @@ from mlm.convert.huggingface.mapping import (
     HuggingFaceMapping,
     Note,
     TokenIds,
+    declared_ids,
     show,
     token_ids_to_keep,
 )
@@ -153,8 +154,8 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     raw, path = read_json(folder, CONFIG), str(folder / CONFIG)
     if find_file(folder, ADAPTER):
         raise UserError(
-            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
-            f"(merge_and_unload of peft), save the model, and name that folder"
+            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Import it "
+            f"(mlm import hf), and name that run"
         )
     mappings = [mapping_of_kind(kind) for kind in KINDS]
     by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
@@ -224,7 +225,7 @@ def language_model_names(stored: Sequence[str]) -> tuple[dict[str, str], dict[st
     kept = [name for name in stored if name.startswith((outer, "lm_head."))]
     notes.append(Note(f"names begin with {outer}: read without"))
     if others := sorted(set(stored) - set(kept)):
-        notes.append(Note(f"left out beside the language model: {others[0]} and {len(others) - 1} more"))
+        notes.append(Note(f"left out, outside the language model: {others[0]} and {len(others) - 1} more"))
     return {name: re.sub(pattern, plain, name) for name in kept}, {pattern: plain}, notes
 
 
@@ -275,7 +276,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
         ) from error
     try:
         folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
-    except Exception as error:  # the library raises many kinds, those of its HTTP client too
+    except Exception as error:  # the library raises many kinds, its HTTP client's too
         reason = reason_of(error)
         if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             reason = "out of reach from here, and its cache does not hold it"
@@ -346,9 +347,15 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
 
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[dict[str, JSON], list[str]]:
-    """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
+    """Return what an export writes into config.json again, and a note on what is not kept.
+
+    These are padding and labels, and without a tokenizer, which has them, the ids that begin and end texts.
+    """
     pad, labels, notes = model.kept.pad, model.kept.labels, list[str]()
     kept: dict[str, JSON] = {"labels": list(labels)} if labels else {}
+    if tokenizer is None:
+        kept |= declared_ids(model.raw, model.config.vocab_size)
+    kept.pop("pad_token_id", None)
     is_usable = tokenizer is None or pad in tokenizer.added_ids or not model.mapping.pads_with_special_token
     if pad is not None and is_usable:
         kept["pad_token_id"] = pad

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mlm.convert.huggingface import mapping as hf
+from mlm.convert.locations import Location, weight_and_bias
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
@@ -68,22 +69,20 @@ _ALIASES = {  # other names that GPT2Config accepts, and takes where both are gi
 }
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
+def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
     """Yield all locations; a classifier's bias has none: GPT2ForSequenceClassification has it as zero."""
-    yield "token.weight", hf.Location(("wte.weight",))
-    yield "position.weight", hf.Location(("wpe.weight",))
+    yield "token.weight", Location(("wte.weight",))
+    yield "position.weight", Location(("wpe.weight",))
     for layer in range(model.num_layers):
         for ours, (theirs, transposed) in _LAYER.items():
             heads = model.num_heads if ours == "attention.qkv" else None
             name = f"h.{layer}.{theirs}"
-            yield from hf.weight_and_bias(
-                f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads
-            )
-    yield from hf.weight_and_bias("final_norm", "ln_f")
+            yield from weight_and_bias(f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads)
+    yield from weight_and_bias("final_norm", "ln_f")
     if model.head == "classification":
-        yield "classifier.weight", hf.Location(("score.weight",))
+        yield "classifier.weight", Location(("score.weight",))
     if model.head == "span":
-        yield from hf.weight_and_bias("classifier", "qa_outputs")
+        yield from weight_and_bias("classifier", "qa_outputs")
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:

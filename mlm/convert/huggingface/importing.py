@@ -1,46 +1,66 @@
-"""A model of `transformers` or the Hub as a run directory.
+"""A model of `transformers` or the Hub as a run directory; adapters of `peft` as one that names their base.
 
 config.json, safetensors and the tokenizer are read without `transformers`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mlm.checkpoint.native.folders import CHECKPOINTS
+from mlm.checkpoint.native.format import TensorEntry
+from mlm.checkpoint.native.reader import copy_region
+from mlm.checkpoint.native.run_state import LORA
+from mlm.checkpoint.native.shard_file import read_safetensors_header
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import split_of
+from mlm.convert.huggingface import peft
 from mlm.convert.huggingface.export import NOT_COMPARED, Compare, tensor_bytes
+from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.folder import (
     OTHER_WEIGHTS,
+    SAVE_AGAIN,
     SMALL_FILES,
     HFModel,
     commit_of,
     fetch,
+    read_json,
     read_model,
 )
 from mlm.convert.huggingface.model_card import CARD
-from mlm.convert.huggingface.tensors import HFTensors
-from mlm.convert.source import ModelFolder
+from mlm.convert.huggingface.tensors import FLOATS, HFTensors
+from mlm.convert.source import ModelFolder, open_source
 from mlm.convert.targets import write_native
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer_settings import SETTINGS, read_config
-from mlm.runs.folder import new_folder, out_problems
-from mlm.util.errors import UserError, attempt
+from mlm.models.lora import adapter_shards
+from mlm.runs.folder import imported_state, new_folder, out_problems, run_config, write_run
+from mlm.util.errors import CorruptFileError, UserError, attempt, reading_from
+from mlm.util.files import open_input
 from mlm.util.terminal import one_line, progress_bar
 
 
-def import_problems(source: str, out: str, revision: str | None = None) -> list[str]:
+def import_problems(source: str, out: str, revision: str | None = None, base: str | None = None) -> list[str]:
     """Return what is wrong with a folder or id to import, and with `out`; nothing is downloaded."""
     problems, folder = out_problems(out), Path(source)
     if not folder.exists():
-        return problems + ([] if HUB_NAME.fullmatch(source) else [no_such_folder(source)])
+        if not HUB_NAME.fullmatch(source):
+            fix = "Give one with config.json and model.safetensors, or a Hub id"
+            problems.append(f"source={source}: no such folder. {fix}")
+        return problems
     if revision is not None:
         problems.append(f"revision={revision} is for the Hub, source={source} is a folder: leave it")
-    attempt(problems, lambda: HFTensors(read_model(folder)))
+    if not is_adapter(source):
+        if base is not None:
+            problems.append(f"base={base}: source={source} holds no adapters; leave it out")
+        attempt(problems, lambda: HFTensors(read_model(folder)))
     return problems
 
 
-def no_such_folder(source: str) -> str:
-    return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
+def is_adapter(source: str) -> bool:
+    return (Path(source) / peft.CONFIG).is_file()
 
 
 def import_model(
@@ -48,13 +68,11 @@ def import_model(
 ) -> tuple[HFModel, list[str], str, str]:
     """Read, write, compare and publish; return the model, notes, and what was compared and written.
 
-    `compare(folder, run)` raises UserError where outputs differ; None compares none. Raises UserError and
-    leaves no files.
+    `name` is a folder or an id that `import_problems` accepts. `compare(folder, run)` raises UserError where
+    outputs differ; None compares none. Raises UserError and leaves no files.
     """
     folder, commit = Path(name), None
     if not folder.exists():
-        if not HUB_NAME.fullmatch(name):
-            raise UserError(no_such_folder(name))
         folder = fetch(name, revision, "source")
         commit = commit_of(folder) or revision or "main"
     source = ModelFolder(folder)
@@ -81,3 +99,45 @@ def import_model(
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         notes.append(f"not carried: {', '.join(map(one_line, lost[:5]))}{more}")
     return source.hf, notes, line, f"written to {out / CHECKPOINTS / path.name}"
+
+
+def import_adapters(folder: Path, out: Path, *, base: str | None) -> tuple[dict[str, object], str, str]:
+    """Write adapters of `peft` as a run that names their base; return columns, and lines on both.
+
+    Raises UserError and leaves no files.
+    """
+    settings, weights = read_json(folder, peft.CONFIG), folder / peft.WEIGHTS
+    name = base or str(settings.get("base_model_name_or_path"))
+    try:
+        below = open_source(name)
+    except UserError as error:
+        raise UserError(f"base={name}: the base of {folder} cannot be read ({error}); set base=…") from error
+    below.check()
+    stored = dict[str, Tensor]()
+    with reading_from(weights, SAVE_AGAIN), open_input(weights) as f:
+        for theirs, layout in read_safetensors_header(weights, SAVE_AGAIN)[1].items():
+            whole, stored[theirs] = Region.whole(layout.shape), torch.empty(layout.shape)
+            if layout.dtype in FLOATS:
+                copy_region(f, layout, whole, whole, stored[theirs])
+            if layout.dtype not in FLOATS or not stored[theirs].isfinite().all():
+                raise CorruptFileError(f"{weights}: {theirs} has other than finite numbers. {SAVE_AGAIN}")
+    model, entries = below.model, dict[str, TensorEntry]()
+    lora, tensors = peft.read_adapters(settings, stored, model, below.whole)
+    for shard, _ in adapter_shards(model, lora, layer_names(model)):
+        shape, wanted = list(tensors[shard.name].shape), list(shard.global_shape)
+        if shape != wanted:
+            raise UserError(f"{weights}: {shard.name} is {shape}, {name} makes it {wanted}; name its base")
+        split = split_of(shard, model.vocab_multiple)
+        entries[f"model.{shard.name}"] = TensorEntry(shard.global_shape, torch.float32, split)
+    run = replace(run_config(folder.resolve().name, model), lora=lora)
+    state = imported_state(run, {"kind": "peft", "name": run.name}, ())
+    with new_folder(out, sum(entry.num_bytes for entry in entries.values())) as run_folder:
+        path = write_run(
+            run_folder,
+            entries,
+            lambda name, region: tensors[name.removeprefix("model.")],
+            state={**state, LORA: {"base": below.name, "digest": below.digest}},
+            tokenizer=below.tokenizer,
+        )
+    columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
+    return columns, f"adapters of {name}", f"written to {out / CHECKPOINTS / path.name}"

@@ -16,6 +16,7 @@ from mlm.convert.huggingface.llama_layers import read_layers, write_layers
 from mlm.convert.huggingface.llama_rope import read_rope, write_rope
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
 from mlm.convert.huggingface.variant import Variant
+from mlm.convert.locations import Location
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import DEFAULTS, EXPERT_OPTIONS, LlamaSettings, model_problem, num_blocks
@@ -71,12 +72,13 @@ def _option(settings: LlamaSettings, name: str) -> hf.JSON:
     return getattr(settings, name)
 
 
-Locations = Iterator[tuple[str, hf.Location]]
+Locations = Iterator[tuple[str, Location]]
 """(our name, location) of parameters."""
 
 
-def locations(model: ModelConfig) -> Locations:
-    settings, row = LlamaSettings.of(model), VARIANTS[model_type(model)]
+def locations(model: ModelConfig, row: Variant | None = None) -> Locations:
+    """Yield all locations, where names or rows of another library differ by a `row` of its own."""
+    settings, row = LlamaSettings.of(model), row or VARIANTS[model_type(model)]
     yield _same("token", "embed_tokens")
     for number in range(model.num_layers):
         layer = f"layers.{number}"  # in both
@@ -87,7 +89,7 @@ def locations(model: ModelConfig) -> Locations:
             yield from _query_locations(ours, stored, model, settings, row)
         yield from _linear(f"{ours}.out", f"{stored}.o_proj", settings.bias)
         if settings.attention_sinks:
-            yield f"{ours}.sinks.bias", hf.Location((f"{stored}.sinks",))
+            yield f"{ours}.sinks.bias", Location((f"{stored}.sinks",))
         for name, theirs in row.norms.items():
             if not (settings.parallel and name == "mlp_norm"):
                 yield from _linear(f"{layer}.{name}", f"{layer}.{theirs}", settings.norm_bias)
@@ -100,13 +102,13 @@ def locations(model: ModelConfig) -> Locations:
         yield _same("output", "lm_head")
 
 
-def _same(ours: str, stored: str) -> tuple[str, hf.Location]:
-    return f"{ours}.weight", hf.Location((f"{stored}.weight",))
+def _same(ours: str, stored: str) -> tuple[str, Location]:
+    return f"{ours}.weight", Location((f"{stored}.weight",))
 
 
 def _linear(ours: str, stored: str, bias: bool) -> Locations:
     for part in ("weight", "bias") if bias else ("weight",):
-        yield f"{ours}.{part}", hf.Location((f"{stored}.{part}",))
+        yield f"{ours}.{part}", Location((f"{stored}.{part}",))
 
 
 def _query_locations(
@@ -120,8 +122,8 @@ def _query_locations(
     heads, every = model.num_heads * width, (model.num_heads + 2 * kv) * width
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
-        query = hf.Location((q,), rows=order)
-        pair = hf.Location((k, v), num_heads=kv, parts=2, rows=kv_order)
+        query = Location((q,), rows=order)
+        pair = Location((k, v), num_heads=kv, parts=2, rows=kv_order)
         if row.fuses_qkv:
             names = (f"{stored}.qkv_proj.{part}",)
             query = replace(query, names=names, section=(0, heads, every))
@@ -147,9 +149,9 @@ def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locati
         yield _same(f"{ours}.query_down", f"{stored}.q_a_proj")
         yield _same(f"{ours}.query_down_norm", f"{stored}.q_a_layernorm")
         query = f"{stored}.q_b_proj.weight"
-    yield f"{ours}.query.weight", hf.Location((query,), rows=order)
+    yield f"{ours}.query.weight", Location((query,), rows=order)
     order = (*range(latent), *(latent + dim for dim in halves))
-    yield f"{ours}.kv_down.weight", hf.Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
+    yield f"{ours}.kv_down.weight", Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
     yield _same(f"{ours}.kv_down_norm", f"{stored}.kv_a_layernorm")
     yield _same(f"{ours}.kv", f"{stored}.kv_b_proj")
 
@@ -157,20 +159,24 @@ def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locati
 def _expert_locations(
     ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
 ) -> Locations:
-    count = settings.num_experts
     yield _same(f"{ours}.router", f"{stored}.{row.router}")
     if settings.has_router_bias:
         is_row = row.router_bias.startswith("moe_statics.")
-        yield f"{ours}.router.bias", hf.Location((f"{stored}.{row.router_bias}",), is_row=is_row)
+        yield f"{ours}.router.bias", Location((f"{stored}.{row.router_bias}",), is_row=is_row)
     if settings.router_logit_bias:
-        yield f"{ours}.router.logit_bias", hf.Location((f"{stored}.{row.router}.bias",))
+        yield f"{ours}.router.logit_bias", Location((f"{stored}.{row.router}.bias",))
     for name, (theirs, rows) in zip(("up", "down"), row.all_experts, strict=False):
-        yield f"{ours}.experts.{name}", hf.Location((f"{stored}.{theirs}",), experts=rows)
+        yield f"{ours}.experts.{name}", Location((f"{stored}.{theirs}",), experts=rows)
         if settings.bias:
             rows = rows._replace(transposed=False)
-            yield f"{ours}.experts.{name}_bias", hf.Location((f"{stored}.{theirs}_bias",), experts=rows)
+            yield f"{ours}.experts.{name}_bias", Location((f"{stored}.{theirs}_bias",), experts=rows)
     if not row.all_experts:
-        yield from _single_expert_locations(ours, stored, count, row)
+        gate, up, down = row.projections
+        experts = [f"{stored}.experts.{expert}" for expert in range(settings.num_experts)]
+        pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
+        downs = tuple(f"{expert}.{down}.weight" for expert in experts)
+        yield f"{ours}.experts.up", Location(pairs, stacked=(settings.num_experts, 2))
+        yield f"{ours}.experts.down", Location(downs, stacked=(settings.num_experts,))
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
@@ -185,19 +191,10 @@ def _mlp_locations(ours: str, stored: str, blocks: int, settings: LlamaSettings,
         modules = (f"{stored}.gate_up_proj",) if row.fuses_gate else (f"{stored}.gate_proj", up)
         for part in ("weight", "bias") if settings.bias else ("weight",):
             names = tuple(f"{module}.{part}" for module in modules)
-            yield f"{ours}.up.{part}", hf.Location(names, num_heads=blocks, parts=2)
+            yield f"{ours}.up.{part}", Location(names, num_heads=blocks, parts=2)
     else:
         yield from _linear(f"{ours}.up", up, settings.bias)
     yield from _linear(f"{ours}.down", down, settings.bias)
-
-
-def _single_expert_locations(ours: str, stored: str, count: int, row: Variant) -> Locations:
-    gate, up, down = row.projections
-    experts = [f"{stored}.experts.{expert}" for expert in range(count)]
-    pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
-    yield f"{ours}.experts.up", hf.Location(pairs, stacked=(count, 2))
-    downs = tuple(f"{expert}.{down}.weight" for expert in experts)
-    yield f"{ours}.experts.down", hf.Location(downs, stacked=(count,))
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
@@ -320,7 +317,7 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
 def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
     """Return the model that these tensors make: a language model, or its layers alone.
 
-    Raises UserError for a head that is no output layer.
+    Raises UserError for a head other than an output layer.
     """
     other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:

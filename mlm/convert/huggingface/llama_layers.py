@@ -17,15 +17,43 @@ NAMES = {letter: name for name, letter in TYPES.items()}
 
 
 def read_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> Options:
-    """Return our options that differ by layer. Raises ConfigError."""
-    rotary = _read_rotary_layers(config, layers, path) if "no_rope_layers" in row.layer_keys else "r"
+    """Return our options that differ by layer: rotary positions (r) or none (n), windows, experts.
+
+    Raises ConfigError.
+    """
+    rotary, listed = "r", config.get("no_rope_layers")
+    if "no_rope_layers" in row.layer_keys and listed is None:
+        every = config.get("no_rope_layer_interval", 4)
+        if type(every) is not int or every < 1:
+            given = f"no_rope_layer_interval={show(every)}"
+            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
+        rotary = shortest_pattern(repeat_pattern("r" * (min(every, layers + 1) - 1) + "n", layers))
+    elif "no_rope_layers" in row.layer_keys:
+        if not isinstance(listed, list) or len(listed) < layers or not all(x in (0, 1) for x in listed):
+            given = f"no_rope_layers={show(listed)}"
+            raise ConfigError([f"{path}: {given} must be a 0 or 1 for each of the {layers} layers"])
+        rotary = shortest_pattern("".join("r" if x else "n" for x in listed[:layers]))
     options = _read_window(config, layers, rotary, row, path)
     if row.full_layers_lack_rotary:
         types = (options["window_layers"] or "s") if options["window"] else "f"
         rotary = str(types).replace("s", "r").replace("f", "n")
     options["rotary_layers"] = rotary if "n" in rotary else ""
-    options["dense_layers"] = _read_dense_layers(config, layers, row, path)
-    return options
+    # Only the first layers may lack experts.
+    dense = config[row.dense_key] if row.dense_key not in ("", "mlp_only_layers") else 0
+    if row.dense_key == "mlp_only_layers":
+        only = config.get("mlp_only_layers")
+        only = [] if only is None else only
+        if not isinstance(only, list) or only != list(range(len(only))):
+            given = f"mlp_only_layers={show(only)}"
+            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
+        dense = len(only)
+    elif type(dense) is not int or dense < 0:
+        raise ConfigError([f"{path}: {row.dense_key}={show(dense)} must be a whole number from 0"])
+    last = config.get("moe_layer_end_index", -1)
+    if row.dense_key == "moe_layer_start_index" and last not in (-1, layers - 1):
+        given = f"moe_layer_end_index={show(last)}"
+        raise ConfigError([f"{path}: {given}: supported: experts to the last layer, {layers - 1}"])
+    return {**options, "dense_layers": min(dense, layers)}
 
 
 def shortest_pattern(types: str) -> str:
@@ -38,22 +66,11 @@ def repeat_pattern(pattern: str, layers: int) -> str:
     return (pattern * (layers // len(pattern) + 1))[:layers]
 
 
-def _read_rotary_layers(config: Mapping[str, JSON], layers: int, path: str) -> str:
-    """Return the pattern of layers with rotary positions (r) and without (n)."""
-    every, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
-    if listed is None:
-        if type(every) is not int or every < 1:
-            given = f"no_rope_layer_interval={show(every)}"
-            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
-        return shortest_pattern(repeat_pattern("r" * (min(every, layers + 1) - 1) + "n", layers))
-    if not isinstance(listed, list) or len(listed) < layers or not all(x in (0, 1) for x in listed):
-        given = f"no_rope_layers={show(listed)}"
-        raise ConfigError([f"{path}: {given} must be a 0 or 1 for each of the {layers} layers"])
-    return shortest_pattern("".join("r" if x else "n" for x in listed[:layers]))
-
-
 def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Variant, path: str) -> Options:
-    """Return the sliding window, and which layers have it. Raises ConfigError for types that do not fit."""
+    """Return the sliding window, and which layers have it. Raises ConfigError for types that do not fit.
+
+    `layer_types` has the type of each layer: s (sliding) or f (full); without it the model type decides.
+    """
     is_switched = "use_sliding_window" in row.window_keys
     size = config.get("sliding_window", row.window)
     if is_switched and not config.get("use_sliding_window", False):
@@ -103,26 +120,6 @@ def _usual_types(
         raise ConfigError([f"{path}: max_window_layers={show(first)} must be a whole number"])
     full = layers if size is None else min(max(first, 0), layers)
     return "f" * full + "s" * (layers - full)
-
-
-def _read_dense_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> int:
-    """Return how many first layers have no experts. Raises ConfigError if others have none."""
-    if row.dense_key == "mlp_only_layers":
-        only = config.get("mlp_only_layers")
-        only = [] if only is None else only
-        if not isinstance(only, list) or only != list(range(len(only))):
-            given = f"mlp_only_layers={show(only)}"
-            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
-        return min(len(only), layers)
-    if not row.dense_key:
-        return 0
-    first, last = config[row.dense_key], config.get("moe_layer_end_index", -1)
-    if type(first) is not int or first < 0:
-        raise ConfigError([f"{path}: {row.dense_key}={show(first)} must be a whole number from 0"])
-    if row.dense_key == "moe_layer_start_index" and last not in (-1, layers - 1):
-        given = f"moe_layer_end_index={show(last)}"
-        raise ConfigError([f"{path}: {given}: supported: experts to the last layer, {layers - 1}"])
-    return min(first, layers)
 
 
 def write_layers(model: ModelConfig, settings: LlamaSettings, row: Variant) -> dict[str, JSON]:

@@ -224,6 +224,6 @@ def write_rope(
         values["mscale_all_dim"] = settings.rope_mscale
         if settings.rope_attention_factor == 1:  # of equal ones
             values["mscale"] = values.pop("attention_factor") * settings.rope_mscale
-    if scaling == "longrope":  # read beside it, too
+    if scaling == "longrope":  # read with it, too
         keys[_ORIGINAL] = settings.rope_original_positions
     return {**keys, "rope_scaling": values}

@@ -4,8 +4,11 @@ Keys of config.json and their defaults: the documentation of LlamaConfig, Mistra
 (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …).
 """
 
+from dataclasses import replace
+
 from mlm.convert.huggingface import mapping as hf
 from mlm.convert.huggingface.variant import INPUT_NORMS, Defaults, Variant
+from mlm.convert.locations import ExpertRows
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
 
@@ -27,7 +30,7 @@ _BOTH_NORMS = {
     **_OUTPUT_NORMS,
 }
 _SCALAR = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256)}
-_OLMO2: dict[str, bool | str] = {
+_OLMO_OPTIONS: dict[str, bool | str] = {
     **{"input_norms": False, "output_norms": True},
     **{"qk_norm": True, "qk_norm_whole": True},
 }
@@ -50,6 +53,73 @@ _GRANITE: dict[str, tuple[str, hf.JSON]] = {
 }
 _ALL_SLIDE = ("sliding_window",)
 _LAST_SLIDE = ("sliding_window", "use_sliding_window", "max_window_layers")
+_GLM = Variant(
+    classes="Glm",
+    defaults=Defaults(
+        4096, 13696, 40, 32, 2, 131072, 151552, head_dim=128, rotary_fraction=0.5, eps=1.5625e-7
+    ),
+    fields={"attention_bias": ("qkv_bias", True)},
+    rotates_neighbours=True,
+    fuses_gate=True,
+)
+_COHERE = Variant(
+    classes="Cohere",
+    options={"parallel": True, "layer_norm": True},
+    defaults=Defaults(8192, 22528, 40, 64, None, 8192, 256000, theta=5e5, eps=1e-5),
+    fields={"logit_scale": ("logit_multiplier", 0.0625)},
+    fixed=_NO_BIAS | {"use_qk_norm": (False,)},
+    tied=True,
+    eps_key="layer_norm_eps",
+    rotates_neighbours=True,
+    writes_head_dim="unusual",
+)
+_MISTRAL = Variant(
+    classes="Mistral",
+    marks=("window",),
+    defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000),
+    window_keys=_ALL_SLIDE,
+    window=4096,
+)
+_QWEN2 = Variant(
+    classes="Qwen2",
+    marks=("qkv_bias",),
+    options={"qkv_bias": True},
+    defaults=Defaults(4096, 22016, 32, 32, 32, 32768, 151936),
+    writes_head_dim="unusual",
+    window_keys=_LAST_SLIDE,
+    window=4096,
+    full_layers=28,
+)
+_OLMO2 = Variant(
+    classes="Olmo2",
+    marks=("output_norms", "qk_norm_whole"),
+    options=_OLMO_OPTIONS,
+    defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, eps=1e-5),
+    fixed=_NO_BIAS,
+    norms=_OUTPUT_NORMS,
+    writes_head_dim="unusual",
+)
+_GEMMA2 = Variant(
+    classes="Gemma2",
+    marks=("zero_centered_norms", "output_norms"),
+    options=_GEMMA | {"output_norms": True},
+    defaults=Defaults(2304, 9216, 26, 8, 4, 8192, 256000, head_dim=256),
+    fields=_SCALAR
+    | {
+        "attn_logit_softcapping": ("attention_softcap", 50.0),
+        "final_logit_softcapping": ("logit_softcap", 30.0),
+    },
+    fixed=_NO_BIAS,
+    activation="hidden_activation",
+    activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
+    norms=_BOTH_NORMS,
+    tied=True,
+    scales_embedding=True,
+    window_keys=_ALL_SLIDE,
+    window=4096,
+    layer_keys=("layer_types",),
+    sliding_layers="sf",
+)
 VARIANTS = {
     "llama": Variant(
         classes="Llama",
@@ -70,15 +140,7 @@ VARIANTS = {
         tied=True,
         rotates_neighbours=True,
     ),
-    "glm": Variant(
-        classes="Glm",
-        defaults=Defaults(
-            4096, 13696, 40, 32, 2, 131072, 151552, head_dim=128, rotary_fraction=0.5, eps=1.5625e-7
-        ),
-        fields={"attention_bias": ("qkv_bias", True)},
-        rotates_neighbours=True,
-        fuses_gate=True,
-    ),
+    "glm": _GLM,
     "helium": Variant(
         classes="Helium",
         defaults=Defaults(2560, 7040, 24, 20, 20, 4096, 48000, head_dim=128, theta=1e5, eps=1e-8),
@@ -101,20 +163,15 @@ VARIANTS = {
         fixed={"attention_out_bias": (False,), "mlp_bias": (False,)},
         written={"residual_dropout": 0.0},
     ),
-    "glm4": Variant(
+    "glm4": replace(
+        _GLM,
         classes="Glm4",
         options={"output_norms": True},
-        defaults=Defaults(
-            4096, 13696, 40, 32, 2, 131072, 151552, head_dim=128, rotary_fraction=0.5, eps=1.5625e-7
-        ),
-        fields={"attention_bias": ("qkv_bias", True)},
         norms={
             **INPUT_NORMS,
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         },
-        rotates_neighbours=True,
-        fuses_gate=True,
     ),
     "granite": Variant(
         classes="Granite",
@@ -159,27 +216,13 @@ VARIANTS = {
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
         eps_key="norm_eps",
     ),
-    "cohere": Variant(
-        classes="Cohere",
-        options={"parallel": True, "layer_norm": True},
-        defaults=Defaults(8192, 22528, 40, 64, None, 8192, 256000, theta=5e5, eps=1e-5),
-        fields={"logit_scale": ("logit_multiplier", 0.0625)},
-        fixed=_NO_BIAS | {"use_qk_norm": (False,)},
-        tied=True,
-        eps_key="layer_norm_eps",
-        rotates_neighbours=True,
-        writes_head_dim="unusual",
-    ),
-    "cohere2": Variant(
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE,
         classes="Cohere2",
         marks=("parallel", "rotary_layers"),
-        options={"parallel": True, "layer_norm": True},
-        defaults=Defaults(8192, 22528, 40, 64, None, 8192, 256000, eps=1e-5),
-        fields={"logit_scale": ("logit_multiplier", 0.0625)},
+        defaults=_COHERE.defaults._replace(theta=1e4),
         fixed=_NO_BIAS,
-        tied=True,
-        eps_key="layer_norm_eps",
-        rotates_neighbours=True,
         writes_head_dim="never",
         window_keys=_ALL_SLIDE,
         window=4096,
@@ -193,20 +236,9 @@ VARIANTS = {
         aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
         fixed=_NO_BIAS | {"mlp_bias": (False,)},
     ),
-    "mistral": Variant(
-        classes="Mistral",
-        marks=("window",),
-        defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000),
-        window_keys=_ALL_SLIDE,
-        window=4096,
-    ),
-    "ministral": Variant(
-        classes="Ministral",
-        marks=("window", "window_layers"),
-        defaults=Defaults(4096, 14336, 32, 32, 8, 131072, 32000),
-        window_keys=_ALL_SLIDE,
-        window=4096,
-        layer_keys=("layer_types",),
+    "mistral": _MISTRAL,
+    "ministral": replace(
+        _MISTRAL, classes="Ministral", marks=("window", "window_layers"), layer_keys=("layer_types",)
     ),
     "smollm3": Variant(
         classes="SmolLM3",
@@ -218,25 +250,15 @@ VARIANTS = {
         window_keys=("sliding_window", "use_sliding_window"),
         layer_keys=("layer_types", "no_rope_layers"),
     ),
-    "qwen2": Variant(
-        classes="Qwen2",
-        marks=("qkv_bias",),
-        options={"qkv_bias": True},
-        defaults=Defaults(4096, 22016, 32, 32, 32, 32768, 151936),
-        writes_head_dim="unusual",
-        window_keys=_LAST_SLIDE,
-        window=4096,
-        full_layers=28,
-    ),
-    "qwen3": Variant(
+    "qwen2": _QWEN2,
+    "qwen3": replace(
+        _QWEN2,
         classes="Qwen3",
         marks=("qk_norm",),
         options={"qk_norm": True},
-        defaults=Defaults(4096, 22016, 32, 32, 32, 32768, 151936, head_dim=128),
+        defaults=_QWEN2.defaults._replace(head_dim=128),
         fixed=_NO_BIAS,
-        window_keys=_LAST_SLIDE,
-        window=4096,
-        full_layers=28,
+        writes_head_dim="always",
     ),
     "mixtral": Variant(
         classes="Mixtral",
@@ -258,8 +280,8 @@ VARIANTS = {
         block="block_sparse_moe",
         router="router.layer",
         all_experts=(
-            ("input_linear.weight", hf.ExpertRows(2)),
-            ("output_linear.weight", hf.ExpertRows()),
+            ("input_linear.weight", ExpertRows(2)),
+            ("output_linear.weight", ExpertRows()),
         ),
     ),
     "ernie4_5_moe": Variant(
@@ -421,28 +443,17 @@ VARIANTS = {
         sliding_layers="sf",
         router="router",
         all_experts=(
-            ("experts.gate_up_proj", hf.ExpertRows(2, interleaves=True, transposed=True)),
-            ("experts.down_proj", hf.ExpertRows(transposed=True)),
+            ("experts.gate_up_proj", ExpertRows(2, interleaves=True, transposed=True)),
+            ("experts.down_proj", ExpertRows(transposed=True)),
         ),
         quantised="mxfp4",
     ),
-    "olmo2": Variant(
-        classes="Olmo2",
-        marks=("output_norms", "qk_norm_whole"),
-        options=_OLMO2,
-        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, eps=1e-5),
-        fixed=_NO_BIAS,
-        norms=_OUTPUT_NORMS,
-        writes_head_dim="unusual",
-    ),
-    "olmo3": Variant(
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
         classes="Olmo3",
         marks=("output_norms", "qk_norm_whole", "window"),
-        options=_OLMO2,
-        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, theta=5e5, eps=1e-5),
-        fixed=_NO_BIAS,
-        norms=_OUTPUT_NORMS,
-        writes_head_dim="unusual",
+        defaults=_OLMO2.defaults._replace(theta=5e5),
         window_keys=_ALL_SLIDE,
         window=4096,
         layer_keys=("layer_types",),
@@ -460,42 +471,16 @@ VARIANTS = {
         tied=True,
         scales_embedding=True,
     ),
-    "gemma2": Variant(
-        classes="Gemma2",
-        marks=("zero_centered_norms", "output_norms"),
-        options=_GEMMA | {"output_norms": True},
-        defaults=Defaults(2304, 9216, 26, 8, 4, 8192, 256000, head_dim=256),
-        fields=_SCALAR
-        | {
-            "attn_logit_softcapping": ("attention_softcap", 50.0),
-            "final_logit_softcapping": ("logit_softcap", 30.0),
-        },
-        fixed=_NO_BIAS,
-        activation="hidden_activation",
-        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
-        norms=_BOTH_NORMS,
-        tied=True,
-        scales_embedding=True,
-        window_keys=_ALL_SLIDE,
-        window=4096,
-        layer_keys=("layer_types",),
-        sliding_layers="sf",
-    ),
-    "gemma3_text": Variant(
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
         classes="Gemma3",
         marks=("zero_centered_norms", "output_norms", "qk_norm"),
         options=_GEMMA | {"output_norms": True, "qk_norm": True},
-        defaults=Defaults(2304, 9216, 26, 8, 4, 131072, 262208, head_dim=256, theta=1e6),
+        defaults=_GEMMA2.defaults._replace(positions=131072, vocabulary=262208, theta=1e6),
         fields=_SCALAR | {"final_logit_softcapping": ("logit_softcap", None)},
         fixed=_NO_BIAS | {"attn_logit_softcapping": (None,)},  # which its class does not compute
-        activation="hidden_activation",
-        activations=(hf.TANH_GELU[1], *hf.TANH_GELU, *hf.SILU, *hf.EXACT_GELU),
-        norms=_BOTH_NORMS,
         base="Gemma3TextModel",
-        tied=True,
-        scales_embedding=True,
-        window_keys=_ALL_SLIDE,
-        window=4096,
         layer_keys=("layer_types", "sliding_window_pattern"),
         sliding_layers="sssssf",
         sliding_theta=1e4,

@@ -1,21 +1,19 @@
 """Description of a model family as `transformers` stores it, filled in by gpt2.py, bert.py and llama.py.
 
-Here are the parts that families share: where a parameter is stored, keys of config.json and their values, and
-the names of heads.
+Here are the parts that families share: keys of config.json and their values, and the names of heads.
 """
 
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mlm.config.build import build
-from mlm.convert.huggingface.mxfp4 import BLOCK, BYTES, dequantise
+from mlm.convert.locations import Location
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.util.errors import ConfigError, Problem, UserError
@@ -49,136 +47,8 @@ UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
 """Features that no family has, for `ConfigKeys.fixed`."""
 
 
-class ExpertRows(NamedTuple):
-    """Order of a tensor that holds a weight or bias of all experts, along dim 0."""
-
-    parts: int = 1
-    """Matrices in the rows of one expert: 2 of gates and inputs."""
-    interleaves: bool = False
-    """True if rows of the parts alternate, false if they follow each other."""
-    transposed: bool = False
-    """True for a weight that is stored [in, out]."""
-    is_mxfp4: bool = False
-    """True if it is two tensors, blocks and scales (mxfp4.py)."""
-
-    def to_ours(self, value: Tensor) -> Tensor:
-        """[E, rows, …] or [E, …, rows], as stored -> [E, (parts,) rows, …]."""
-        value = value.transpose(1, 2) if self.transposed else value
-        if self.parts == 1:
-            return value
-        sizes = (-1, self.parts) if self.interleaves else (self.parts, -1)
-        parts = value.unflatten(1, sizes)
-        return parts.transpose(1, 2) if self.interleaves else parts
-
-    def to_theirs(self, value: Tensor) -> Tensor:
-        if self.parts > 1:
-            value = (value.transpose(1, 2) if self.interleaves else value).flatten(1, 2)
-        return value.transpose(1, 2) if self.transposed else value
-
-    def shapes(self, ours: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shape of each stored tensor."""
-        count, *sizes = ours
-        rows = [sizes[0] * sizes[1], *sizes[2:]] if self.parts > 1 else sizes
-        if self.is_mxfp4:
-            scales = (count, rows[0], rows[1] // BLOCK)
-            return [(*scales, BYTES), scales]
-        return [(count, *(rows[::-1] if self.transposed else rows))]
-
-
-@dataclass(frozen=True)
-class Location:
-    """Location and layout of a parameter in `transformers`."""
-
-    names: tuple[str, ...]
-    """Names of its tensors without the base model's prefix. Several (query, key, value) are equal in size and
-    concatenated along dim 0."""
-    transposed: bool = False
-    """True if it is stored [in, out]; ours is [out, in]."""
-    num_heads: int | None = None
-    """Heads of a fused qkv, stored [q | k | v] with heads in each, ours [head][q, k, v]; None for others. Of
-    other fused weights their blocks."""
-    parts: int = 3
-    """Weights that are fused, if `num_heads` is given: q, k and v."""
-    rows: tuple[int, ...] = ()
-    """Rows of each block of so many as they are stored, in our order; empty for the same order. Blocks of a
-    fused weight hold its parts."""
-    section: tuple[int, int, int] | None = None
-    """First row, row after the last, and all rows of a tensor that holds several parameters, one after the
-    other; None for a tensor of its own."""
-    stacked: tuple[int, ...] = ()
-    """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
-    experts: ExpertRows | None = None
-    """Order of the one tensor of all experts; None for other parameters."""
-    is_row: bool = False
-    """True for a vector that is stored as a matrix of one row."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True if it is stored as it is here."""
-        return self == Location(self.names) and len(self.names) == 1
-
-    @property
-    def indices(self) -> list[tuple[int, ...]]:
-        """Index of each tensor in the stack."""
-        return list(product(*map(range, self.stacked)))
-
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of each stored tensor of a parameter whose shape here is `ours`, in MXFP4 of the first."""
-        if self.experts is not None:
-            return self.experts.shapes(ours)[0]
-        if self.is_row:
-            return (1, *ours)
-        if self.stacked:
-            return ours[len(self.stacked) :]
-        stored = ours[::-1] if self.transposed else ours
-        rows = stored[0] // len(self.names) if self.section is None else self.section[2]
-        return (rows, *stored[1:])
-
-    def to_ours(self, values: Sequence[Tensor]) -> Tensor:
-        """Convert stored tensors to our parameter, as a view where possible."""
-        if self.experts is not None:
-            return self.experts.to_ours(dequantise(*values) if self.experts.is_mxfp4 else values[0])
-        if self.is_row:
-            return values[0][0]
-        if self.stacked:
-            return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
-        value = values[0] if len(values) == 1 else torch.cat(list(values))
-        del values  # the caller may hold none: a large tensor is then in memory twice at most
-        if self.section is not None:
-            value = value[self.section[0] : self.section[1]]
-        value = value.t() if self.transposed else value
-        value = value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
-        if self.rows:
-            value = value.unflatten(0, (-1, len(self.rows)))[:, list(self.rows)].flatten(0, 1)
-        return value
-
-    def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter to stored tensors, or to its section of one: the inverse of `to_ours`."""
-        if self.experts is not None:
-            return (self.experts.to_theirs(value),)
-        if self.is_row:
-            return (value.unsqueeze(0),)
-        if self.stacked:
-            return value.flatten(0, len(self.stacked) - 1).unbind()
-        if self.rows:
-            order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
-            value = value.unflatten(0, (-1, len(self.rows)))[:, order].flatten(0, 1)
-        value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
-        value = value.t() if self.transposed else value
-        return value.chunk(len(self.names))
-
-
-def _swap(rows: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder rows [outer][inner][…] as [inner][outer][…]."""
-    return rows.reshape(outer, inner, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def weight_and_bias(
-    ours: str, *theirs: str, transposed: bool = False, num_heads: int | None = None
-) -> Iterator[tuple[str, Location]]:
-    for part in ("weight", "bias"):
-        names = tuple(f"{module}.{part}" for module in theirs)
-        yield f"{ours}.{part}", Location(names, transposed and part == "weight", num_heads)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json for the ids that begin, end and pad texts."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +128,7 @@ class ProbeSamples:
 
     @property
     def mask(self) -> Tensor:
-        """[B, S] bool: True for tokens that are no padding."""
+        """[B, S] bool: True except for padding."""
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
@@ -280,7 +150,7 @@ class HuggingFaceMapping:
     renamings: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
     """(names of the tensors) -> patterns and replacements, if another class of the same model saved them."""
     ignored: "re.Pattern[str]"
-    """Stored tensors that are no parameters."""
+    """Stored tensors other than parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
     """(config.json, its path for messages) -> our settings but for the head, and notes on differences. Raises
     ConfigError for what our model does not compute."""
@@ -331,6 +201,16 @@ def one_head(heads: Mapping[Head, str], stored: Mapping[str, object], path: str)
     return present[0] if present else None
 
 
+def declared_ids(values: Mapping[str, JSON], vocab_size: int) -> dict[str, JSON]:
+    """Return the entries of TOKEN_IDS whose ids, one or a list, are tokens of the model."""
+    declared = dict[str, JSON]()
+    for key in TOKEN_IDS:
+        ids = values[key] if isinstance(values.get(key), list) else [values.get(key)]
+        if ids and all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            declared[key] = values[key]
+    return declared
+
+
 def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
     """Return padding and label names of a config.json for a later export, and notes on those not kept.
 
@@ -338,7 +218,7 @@ def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[T
     """
     notes = []
     pad, size = config.get("pad_token_id"), model.vocab_size
-    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < size):
+    if pad is not None and not (type(pad) is int and 0 <= pad < size):
         notes.append(f"pad_token_id={show(pad)} is not kept: the model reads ids from 0 to {size - 1}")
         pad = None
     names: list[str] = []
@@ -381,9 +261,9 @@ class ConfigKeys:
     may_be_0: frozenset[str] = frozenset()
     """Our fields whose 0 means none; of other whole numbers it means the default."""
     may_be_null: frozenset[str] = frozenset()
-    """Our fields whose null means none, or a default by other settings, where that of the key is a number."""
+    """Our fields whose null means none, or a default by other settings, where the key's value is a number."""
     above_0: frozenset[str] = frozenset()
-    """Our fields whose 0 means none, and is none in `transformers`."""
+    """Our fields whose 0 is null in `transformers`."""
 
     def read(
         self, config: Mapping[str, JSON], path: str, name: str, **settings: Any
@@ -411,9 +291,16 @@ class ConfigKeys:
         activation = next((ours for ours, names in ACTIVATIONS.items() if chosen in names), "gelu")
         of_model = {field.name for field in fields(ModelConfig)}
         built = {"activation": activation, **{k: v for k, v in values.items() if k in of_model}, **settings}
-        try:
+
+        def check_heads(model: ModelConfig) -> list[Problem]:
             has_width = type(values.get("head_dim")) is int
-            model = build(ModelConfig, built, check=no_problems if has_width else _heads_problems)
+            if has_width or model.num_heads < 1 or model.hidden_size % model.num_heads == 0:
+                return []
+            problem = f"num_heads={model.num_heads} does not divide hidden_size={model.hidden_size}"
+            return [Problem(("num_heads", "hidden_size"), problem)]
+
+        try:
+            model = build(ModelConfig, built, check=check_heads)
         except ConfigError as error:
             theirs = {ours: key for key, (ours, _) in self.fields.items()}
             problems += [f"{path}: {theirs[problem.keys[0]]}: {problem}" for problem in error.problems]
@@ -447,17 +334,6 @@ class ConfigKeys:
             "dtype": "float32",
             "tie_word_embeddings": True,
         }
-
-
-def no_problems(_: ModelConfig) -> list[Problem]:
-    return []
-
-
-def _heads_problems(model: ModelConfig) -> list[Problem]:
-    if model.num_heads < 1 or model.hidden_size % model.num_heads == 0:
-        return []
-    problem = f"num_heads={model.num_heads} does not divide hidden_size={model.hidden_size}"
-    return [Problem(("num_heads", "hidden_size"), problem)]
 
 
 def show(value: JSON) -> str:

@@ -4,7 +4,6 @@ What is not recorded is left out: a license, intended uses and limits are for th
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from mlm.checkpoint.native.format import JSON, Manifest
@@ -37,10 +36,7 @@ FACTS = (
     *("datasets", "base_model", "pipeline_tag", "tags"),
 )
 """Metadata of an imported model's card that an export writes again."""
-BLEND = "config.data.blend"
 SCORES = f"{FINETUNING}.progress.scores."
-
-
 TASKS = {"classification": "text-classification", "span": "question-answering"}
 """The Hub's names of what models of these heads do; of others it is text-generation."""
 
@@ -52,7 +48,11 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, adapte
     task, hub = facts.get(f"{FINETUNING}.depends_on.task.name"), facts.get(f"{FINETUNING}.data.hub")
     base = adapted or facts.get(f"{FINETUNING}.base") or facts.get("source.name")
     base_id = None if is_imported or not isinstance(base, str) else hub_id(base)
-    data = [hub] if isinstance(hub, str) else _corpora(facts)
+    # Names of the files that were trained on; their folders concern nobody.
+    blend = facts.get("config.data.blend")
+    paths = [facts.get(key) for key in (f"{FINETUNING}.data.path", "config.data.train", "config.data.path")]
+    paths += [split_weight(str(entry))[1] for entry in blend] if isinstance(blend, list) else []
+    data = [hub] if isinstance(hub, str) else [Path(path).name for path in paths if isinstance(path, str)]
     scores = {
         key.removeprefix(SCORES): value
         for key, value in facts.items()
@@ -96,16 +96,8 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, adapte
     return "\n\n".join(parts) + "\n"
 
 
-def _corpora(facts: Mapping[str, JSON]) -> list[str]:
-    """Names of the files that were trained on, without their folders, which concern nobody."""
-    keys, blend = (f"{FINETUNING}.data.path", "config.data.train", "config.data.path"), facts.get(BLEND)
-    paths = [facts.get(key) for key in keys]
-    paths += [split_weight(str(entry))[1] for entry in blend] if isinstance(blend, list) else []
-    return [Path(path).name for path in paths if isinstance(path, str)]
-
-
 def card_facts(folder: Path) -> dict[str, JSON]:
-    """Return the FACTS of a model folder's card; {} without one, or where its metadata is no plain YAML."""
+    """Return the FACTS of a model folder's card; {} without one, or where its metadata is not plain YAML."""
     path = find_file(folder, CARD)
     if path is None:
         return {}
@@ -124,7 +116,7 @@ def card_facts(folder: Path) -> dict[str, JSON]:
 
 
 def _text(value: JSON) -> str:
-    """Return a recorded value on one line of a table; empty for what is no text or number."""
+    """Return a recorded value on one line of a table; empty for other values than text and numbers."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     return escape_controls(str(value)[:LONGEST]).replace("|", "\\|").replace("<", "&lt;")

@@ -11,19 +11,34 @@ from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.huggingface.families import layer_locations, layer_names, mapping_of
-from mlm.convert.huggingface.mapping import Location, show
+from mlm.convert.huggingface.mapping import show
+from mlm.convert.locations import Location
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import adapter_shards
 from mlm.parallel.low_rank import ExpertAdapter, LowRankAdapter
 from mlm.util.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_ALPHA = 1e9
 TASK_TYPES = {
     **{"language_model": "CAUSAL_LM", "none": "FEATURE_EXTRACTION"},
     **{"classification": "SEQ_CLS", "span": "QUESTION_ANS"},
 }
 """model.head -> peft's name of a task."""
 PREFIX = "base_model.model."
+SUFFIX = ".lora_A.weight"
+COMPUTED: Mapping[str, tuple[JSON, ...]] = {
+    **{"peft_type": ("LORA",), "bias": ("none",)},
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+}
+"""Keys of adapter_config.json, and the values that our adapters compute."""
+WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "fan_in_fan_out", "qalora_group_size"),
+    *("megatron_core", "megatron_config", "loftq_config", "eva_config", "runtime_config"),
+)
+"""Keys that are read elsewhere, that the names of the tensors repeat, or that only count with others."""
 Read = Callable[[str], Tensor]
 
 
@@ -54,6 +69,12 @@ class StoredAdapter:
             value = value + self.norms(base) if part == "magnitude" else value
             for module, stored in zip(self.modules, location.to_theirs(value), strict=True):
                 yield f"{PREFIX}{module}{end}", stored
+
+    def to_ours(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
+        """Yield our (name, tensor); `read` returns tensors by their names, `base` by ours."""
+        for part, (end, location) in self.forms.items():
+            value = location.to_ours([read(f"{PREFIX}{module}{end}") for module in self.modules])
+            yield f"{self.name}.lora.{part}", value - self.norms(base) if part == "magnitude" else value
 
     def norms(self, base: Read) -> Tensor:
         """Norms of the rows of the base's weight that have adapters, in B's order."""
@@ -110,7 +131,7 @@ def write_config(
 ) -> dict[str, JSON]:
     """Return adapter_config.json; `base` is the name or folder of the base model.
 
-    `tensors` are those of `stored_tensors`; `trained` are the names of a task's head, which is trained whole.
+    `tensors` are `stored_tensors`' result; `trained` are the names of a task's head, which is trained whole.
     """
     mapping = mapping_of(model)
     assert mapping is not None
@@ -118,12 +139,7 @@ def write_config(
     whole = sorted(
         {name[: name.find(".") if name.startswith(heads) else name.rfind(".")] for name in trained}
     )
-    suffix = ".lora_A.weight"
-    ranks = {
-        name.removeprefix(PREFIX).removesuffix(suffix): len(value)
-        for name, value in tensors.items()
-        if name.endswith(suffix)
-    }
+    ranks = adapted_ranks(tensors)
     stacked = {rank: [module for module in ranks if ranks[module] == rank] for rank in {*ranks.values()}}
     stacked.pop(lora.rank, None)
     rank_pattern = {n: rank for rank, modules in stacked.items() for n in short_names(model, modules)}
@@ -148,13 +164,66 @@ def write_config(
 
 def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
     """Return the last parts of the names of modules if they name no other layer, else the full names."""
+    short = {name.rpartition(".")[2] for name in adapted}
+    named = {name for name in layer_modules(model) if name.rpartition(".")[2] in short}
+    return sorted(short if named == set(adapted) else adapted)
+
+
+def layer_modules(model: ModelConfig) -> set[str]:
+    """Return the modules of the transformer layers, as the class of the model names them."""
     mapping = mapping_of(model)
     assert mapping is not None
-    every = [
-        mapping.stored_name(name.removesuffix(".weight"), model)
-        for location in layer_locations(model).values()
-        for name in location.names
-    ]
-    short = {name.rpartition(".")[2] for name in adapted}
-    named = {name for name in every if name.rpartition(".")[2] in short}
-    return sorted(short if named == set(adapted) else adapted)
+    names = [name for location in layer_locations(model).values() for name in location.names]
+    return {mapping.stored_name(name.removesuffix(".weight"), model) for name in names}
+
+
+def adapted_ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the rank of each module that has an adapter among tensors as `peft` names them."""
+    return {
+        name.removeprefix(PREFIX).removesuffix(SUFFIX): len(value)
+        for name, value in tensors.items()
+        if name.endswith(SUFFIX)
+    }
+
+
+def read_adapters(
+    config: Mapping[str, JSON], tensors: Mapping[str, Tensor], model: ModelConfig, base: Read
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return our settings and tensors for an adapter_config.json and the tensors stored with it.
+
+    `base` returns the base's weights by our names. Raises UserError for what our adapters do not compute.
+    """
+    merge = "merge it by merge_and_unload of peft, save the model and import that"
+    for key, value in {"peft_type": None, **config}.items():
+        allowed = COMPUTED.get(key, (None, False, [], {}))
+        if key not in WITHOUT_EFFECT and value not in allowed:
+            raise UserError(f"{CONFIG}: {key}={show(value)} is not supported; {merge}")
+    alpha, dropout = config.get("lora_alpha"), config.get("lora_dropout", 0.0)
+    if not (
+        (isinstance(alpha, int | float) and 0 < alpha < MOST_ALPHA)
+        and (isinstance(dropout, int | float) and 0 <= dropout < 1)
+    ):
+        problem = f"lora_alpha={show(alpha)}, lora_dropout={show(dropout)}: not above 0, or not from 0 to 1"
+        raise UserError(f"{CONFIG}: {problem}; save it again")
+    ranks = adapted_ranks(tensors)
+    if outside := sorted(ranks.keys() - layer_modules(model)):
+        raise UserError(f"{WEIGHTS}: {outside[0]} is no linear layer of a layer of the base; {merge}")
+    if {*ranks.values()} != {config.get("r")}:
+        problem = f"r={show(config.get('r'))}, ranks in {WEIGHTS} are {sorted({*ranks.values()})}"
+        raise UserError(f"{CONFIG}: {problem}; {merge}")
+    mapping = mapping_of(model)
+    assert mapping is not None
+    lora = LoraConfig(
+        rank=max(ranks.values()),
+        alpha=float(alpha),
+        targets=tuple(map(mapping.plain, short_names(model, list(ranks)))),
+        dropout=float(dropout),
+        rslora=config.get("use_rslora", False) is True,
+        dora=config.get("use_dora", False) is True,
+    )
+    adapters = stored_adapters(model, lora)
+    known = {f"{PREFIX}{m}{end}" for a in adapters for m in a.modules for end, _ in a.forms.values()}
+    if other := sorted(known ^ tensors.keys()):
+        problem = "is missing" if other[0] in known else "is no part of an adapter"
+        raise UserError(f"{WEIGHTS}: {other[0]} {problem}; {merge}")
+    return lora, {n: x for a in adapters for n, x in a.to_ours(tensors.__getitem__, base)}

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from mlm.convert.huggingface import mapping as hf
+from mlm.convert.locations import ExpertRows
 
 _FIXED = hf.UNSUPPORTED | {
     "is_causal": (True,),
@@ -85,7 +86,7 @@ class Variant:
     scales_embedding: bool = False
     """True if rows of the token table are multiplied by sqrt(hidden_size)."""
     sliding_theta: float | None = None
-    """Default base of rotary positions in layers with a window; None if it is that of the others."""
+    """Default base of rotary positions in layers with a window; None if it is the other layers'."""
     layer_keys: tuple[str, ...] = ()
     """Keys by layer that its class reads: layer_types, sliding_window_pattern, no_rope_layers."""
     sliding_layers: str = ""
@@ -107,7 +108,7 @@ class Variant:
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of an expert."""
-    all_experts: tuple[tuple[str, hf.ExpertRows], ...] = ()
+    all_experts: tuple[tuple[str, ExpertRows], ...] = ()
     """Tensors of all experts together, of gates with inputs and of outputs; empty if each has its own."""
     router: str = "gate"
     """Module of the router."""
@@ -116,11 +117,11 @@ class Variant:
     quantised: str | None = None
     """Form of quantised weights that is read, a quant_method."""
     shared: str = "shared_experts"
-    """Module of the shared experts; that of their gate has _gate behind it."""
+    """Module of the shared experts; their gate's name ends in _gate."""
     eps_key: str = "rms_norm_eps"
     """Key of layer_norm_eps."""
     mlp: tuple[str, str] = ("up_proj", "down_proj")
-    """Matrices of an MLP; beside the first is gate_proj, if it has gates."""
+    """Matrices of an MLP; gate_proj, if it has gates, comes after the first."""
     rotates_neighbours: bool = False
     """True if dimensions 2i and 2i + 1 of a head are turned together; ours are i and i + R/2."""
     fuses_qkv: bool = False

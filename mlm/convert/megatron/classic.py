@@ -14,7 +14,6 @@ The files are pickles, read as data (mlm/convert/dcp/unpickled.py); tensors are 
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,27 @@ from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import COPY_AGAIN
-from mlm.convert.dcp.unpickled import DAMAGES, check_archive, printable
-from mlm.convert.megatron.mapping import HEAD, THROUGH_HF
-from mlm.convert.megatron.mappings import MAPPINGS
+from mlm.convert.dcp.unpickled import DAMAGES, check_archive
+from mlm.convert.locations import ForeignModel, Shape
+from mlm.convert.megatron.mapping import IN_LAYER, TABLES, THROUGH_HF
 from mlm.convert.megatron.model import (
     MegatronArgs,
-    MegatronModel,
     MegatronTensors,
     assemble,
     describe_value,
-    kind_of,
     read_saved,
     unknown_name,
 )
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
-from mlm.util.terminal import Advance
+from mlm.util.terminal import Advance, one_line
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 Rank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
-SPLIT_DIMS = {
-    **dict.fromkeys(("token.weight", HEAD, "output.weight", "mlm_head.vocabulary.bias"), 0),
-    **dict.fromkeys(("attention.qkv.weight", "attention.qkv.bias", "mlp.up.weight", "mlp.up.bias"), 0),
-    **dict.fromkeys(("attention.out.weight", "mlp.down.weight"), 1),
-}
-"""Parameter of a layer or outside of it -> the dim that tensor-parallel ranks share."""
+_SPLIT_ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_SPLIT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 RENAMED = (
     (r"input_(?:layernorm|norm)\.", "self_attention.linear_qkv.layer_norm_"),
     (r"(?:self_)?attention\.query_key_value\.", "self_attention.linear_qkv."),
@@ -66,7 +59,6 @@ RENAMED_OUTSIDE = (
     (r"lm_head\.(?:layernorm|norm)\.(.+)", r"lm_head.layer_norm.\1"),
     (r"lm_head\.bias", "output_layer.bias"),
 )
-_IN_LAYER = re.compile(r"((?:en|de)coder\.layers)\.(\d{1,6})\.(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_DEPTH, _MOST_NODES = 8, 1 << 17  # of the dictionaries in a file; they may contain themselves
 
@@ -79,7 +71,7 @@ def is_classic(step: Path) -> bool:
 
 def open_classic(
     step: Path, vocab_size: int | None, tokenizer_size: int | None, num_heads: int | None
-) -> MegatronModel:
+) -> ForeignModel:
     """Open the files of all ranks: names, shapes, equal replicas and tied head, supported arguments.
 
     `num_heads` is for files of 2019, which do not record it; the others are as in `open_distributed`. Raises
@@ -87,26 +79,27 @@ def open_classic(
     """
     files = RankFiles(step)
     args = MegatronArgs(files.contents[0, 0].get("args"), files.paths[0, 0], may_lack=True)
-    chunks = {rank: chunks_of(files.paths[rank], content) for rank, content in files.contents.items()}
+    chunks = dict[Rank, list[dict[str, Any]]]()
+    for rank, content in files.contents.items():
+        path, keys = files.paths[rank], ["model"]
+        if "model" not in content:  # one of each virtual stage
+            keys = [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
+        if not keys:
+            held = one_line(", ".join(sorted(content)[:6])) or "nothing"
+            raise CorruptFileError(f"{path}: holds no model (it has {held}): name another iteration")
+        chunks[rank] = [flatten(path, content[key]) for key in keys]
     version = check_one_save(files, chunks)
     names = [name for parts in chunks.values() for part in parts for name in part]
     is_bert = any(re.match(r"(language_model\.)?(lm_head\.|binary_head\.|.*tokentype_)", n) for n in names)
     merged = merge_stages(files, chunks, "encoder" if is_bert else "decoder")
-    kind = kind_of(step, merged[0], args)
-    parts = dict[str, tuple[Tensor, ...]]()
-    for name in merged[0]:
-        ours = MAPPINGS[kind].our_name(name)
-        if ours is None or ours in parts:
-            raise unknown_name(step, name)
-        parts[ours] = tuple(rank[name] for rank in merged)
+    parts = {name: tuple(rank[name] for rank in merged) for name in merged[0]}
     heads = args.number("num_attention_heads") or num_heads
     if heads is not None and heads % files.tp:
         raise CorruptFileError(f"{step}: tp={files.tp} does not divide num_heads={heads}: copy all again")
-    tensors = RankTensors(files, parts, version, heads, is_gated=args.values.get("swiglu") is True)
+    ranks = RankTensors(files, parts, version, heads, is_gated=args.values.get("swiglu") is True)
     return assemble(
-        tensors,
+        MegatronTensors(step, "torch", files, ranks.shapes, ranks.load, files.tp),
         args,
-        kind,
         iteration=files.contents[0, 0].get("iteration"),
         vocabulary=(vocab_size, tokenizer_size),
         num_heads=num_heads,
@@ -140,27 +133,15 @@ class RankFiles:
                 ranks = f"of tp={self.tp} pp={self.pp} ranks"
                 raise CorruptFileError(f"{step}: {name}/{MODEL_FILES[0]} is missing, {ranks}: copy it too")
         self.saved = {rank: read_saved(path) for rank, path in sorted(self.paths.items())}
-
-    @property
-    def contents(self) -> dict[Rank, dict[str, Any]]:
-        return {rank: saved.value for rank, saved in self.saved.items()}
+        self.mapped = {
+            rank: torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            for rank, path in self.paths.items()
+        }
+        self.contents: dict[Rank, dict[str, Any]] = {rank: saved.value for rank, saved in self.saved.items()}
 
     @property
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.paths.values())
-
-    def tensor(self, rank: Rank, value: Any) -> Tensor:
-        """Return a contiguous tensor of a file, mapped into memory. Raises one of DAMAGES."""
-        stored = self.saved[rank].find(value)
-        content = self._mapped[rank][stored.begin : stored.begin + stored.form.num_bytes]
-        return content.view(stored.dtype).view(stored.shape)
-
-    @cached_property
-    def _mapped(self) -> dict[Rank, Tensor]:
-        return {
-            rank: torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-            for rank, path in self.paths.items()
-        }
 
     def verify(self, progress: Advance) -> dict[str, str]:
         """Compare every record with its checksum; return the digest of each file by its path.
@@ -174,15 +155,13 @@ class RankFiles:
                     with open(path, "rb") as f:
                         check_archive(f)
                 except DAMAGES as error:
-                    raise CorruptFileError(
-                        f"{path}: damaged ({printable(str(error))}): copy it again"
-                    ) from error
+                    raise CorruptFileError(f"{path}: damaged ({one_line(error)}): copy it again") from error
                 digests[path.relative_to(self.step).as_posix()] = digest_file(path, progress)
         return digests
 
 
-class RankTensors(MegatronTensors):
-    """The tensors of all rank files."""
+class RankTensors:
+    """The tensors of all rank files, by Megatron Core's names."""
 
     def __init__(
         self,
@@ -193,28 +172,28 @@ class RankTensors(MegatronTensors):
         *,
         is_gated: bool,
     ) -> None:
-        """Raises CorruptFileError too unless copies in several ranks are equal, NaN included."""
-        super().__init__(files.step, files, {name: name for name in parts}, tp=files.tp)
+        """Raises CorruptFileError unless copies in several ranks are equal, NaN included."""
+        self.tp, self.shapes = files.tp, dict[str, Shape]()
         self.parts, self.version, self.heads, self.is_gated = parts, version, heads, is_gated
         for name, (first, *others) in parts.items():
             if any(part.shape != first.shape or part.dtype != first.dtype for part in others):
-                raise CorruptFileError(f"{self.path}: {name} differs in form between tensor-parallel ranks")
-            if split_dim(name) is None and any(
+                raise CorruptFileError(
+                    f"{files.step}: {one_line(name)} differs in form between tensor-parallel ranks"
+                )
+            dim, shape = split_dim(name), list(first.shape)
+            if dim is not None and dim < len(shape):
+                shape[dim] *= self.tp
+            self.shapes[name] = tuple(shape)
+            if dim is None and any(
                 not torch.equal(part.view(torch.uint8), first.view(torch.uint8)) for part in others
             ):
                 raise CorruptFileError(
-                    f"{self.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
-                    "they are of different saves, take another iteration"
+                    f"{files.step}: {one_line(name)} differs between tensor-parallel ranks, which hold "
+                    "copies of it: they are of different saves, take another iteration"
                 )
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        self.require(name)
-        shape, dim = list(self.parts[self.locations[name]][0].shape), split_dim(name)
-        if dim is not None and dim < len(shape):
-            shape[dim] *= self.tp
-        return tuple(shape)
-
     def load(self, name: str, region: Region) -> Tensor:
+        """Return those elements, float32, qkv rows as [head][q, k, v][column]."""
         target = torch.empty(region.size)
         for held, part in self._slices(name):
             if common := region.intersect(held):
@@ -223,46 +202,33 @@ class RankTensors(MegatronTensors):
 
     def _slices(self, name: str) -> Iterator[tuple[Region, Tensor]]:
         """Yield the slices of a full tensor that ranks hold."""
-        dim, parts = split_dim(name), self.parts[self.locations[name]]
+        dim, parts = split_dim(name), self.parts[name]
+        is_old_qkv = self.version < 2 and name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         for t, part in enumerate(parts if dim is not None else parts[:1]):
-            # of a gated MLP a rank's rows are [gate, up], and those of the full tensor too
-            is_pair = self.is_gated and name.endswith("mlp.up.weight")
-            blocks = part.chunk(2) if is_pair else (self._ordered(name, part),)
+            blocks: tuple[Tensor, ...] = (part,)
+            if self.is_gated and name.endswith("linear_fc1.weight"):
+                # A rank's rows are [gate, up], and so are the full tensor's.
+                blocks = part.chunk(2)
+            elif is_old_qkv:
+                assert self.heads is not None, "checked when it was opened"
+                heads = self.heads // self.tp
+                if self.version == 0:  # [q, k, v][head][column]
+                    rows = part.reshape(3, heads, -1, *part.shape[1:]).transpose(0, 1)
+                else:  # [head][column][q, k, v]
+                    rows = part.reshape(heads, -1, 3, *part.shape[1:]).transpose(1, 2)
+                blocks = (rows.flatten(0, 2),)
             for block, rows in enumerate(blocks):
                 offset = [0] * rows.ndim
                 if dim is not None:
                     offset[dim] = (block * self.tp + t) * rows.shape[dim]
                 yield Region(tuple(offset), tuple(rows.shape)), rows
 
-    def _ordered(self, name: str, part: Tensor) -> Tensor:
-        """Return a rank's part with the rows of the fused qkv as [head][q, k, v][column].
-
-        Version 0 has [q, k, v][head][column], 1.0 has [head][column][q, k, v], later ones are as ours.
-        """
-        if ".attention.qkv." not in name or self.version >= 2:
-            return part
-        assert self.heads is not None, "checked when it was opened"
-        heads = self.heads // self.tp
-        if self.version == 0:
-            rows = part.reshape(3, heads, -1, *part.shape[1:]).transpose(0, 1)
-        else:
-            rows = part.reshape(heads, -1, 3, *part.shape[1:]).transpose(1, 2)
-        return rows.flatten(0, 2)
-
 
 def split_dim(name: str) -> int | None:
-    return SPLIT_DIMS.get(re.sub(r"layers\.\d+\.", "", name))
-
-
-def chunks_of(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of the model in a file, or its virtual stages: names -> values."""
-    keys = ["model"]
-    if "model" not in content:
-        keys = [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
-    if not keys:
-        held = printable(", ".join(sorted(content)[:6])) or "nothing"
-        raise CorruptFileError(f"{path}: holds no model (it has {held}): name another iteration")
-    return [flatten(path, content[key]) for key in keys]
+    """Return the dim that tensor-parallel ranks share; None if each has the whole tensor."""
+    if name in TABLES or _SPLIT_ROWS.fullmatch(name):
+        return 0
+    return 1 if _SPLIT_COLUMNS.fullmatch(name) else None
 
 
 def flatten(path: Path, chunk: Any) -> dict[str, Any]:
@@ -279,7 +245,7 @@ def flatten(path: Path, chunk: Any) -> dict[str, Any]:
             continue
         too_many = depth > _MOST_DEPTH or visited > _MOST_NODES
         if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
-            name = printable(prefix) or "model"
+            name = one_line(prefix) or "model"
             raise CorruptFileError(f"{path}: {name} is no dictionary of names: copy it again")
         open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
     return named
@@ -290,11 +256,11 @@ def core_name(name: str, layers: str) -> str:
     short = name.removeprefix("language_model.")
     if short != name:
         short = re.sub(r"^(?:transformer|encoder|decoder)\.", f"{layers}.", short)
-    if in_layer := _IN_LAYER.fullmatch(short):
+    if in_layer := IN_LAYER.fullmatch(short):
         last = in_layer[3]
         for pattern, new in RENAMED:
             last = re.sub(f"^{pattern}", new, last)
-        return f"{in_layer[1]}.{in_layer[2]}.{last}"
+        return f"{in_layer[1]}.layers.{in_layer[2]}.{last}"
     for pattern, new in RENAMED_OUTSIDE:
         short = re.sub(f"^{pattern}$", new, short)
     return short
@@ -348,15 +314,17 @@ def add_stage(
     path, layers = files.paths[rank], set[int]()
     for name, value in part.items():
         try:
-            tensor = files.tensor(rank, value)
+            stored = files.saved[rank].find(value)
+            content = files.mapped[rank][stored.begin : stored.begin + stored.form.num_bytes]
+            tensor = content.view(stored.dtype).view(stored.shape)
         except DAMAGES:
             tensor = torch.empty(0)
         if tensor.dtype not in _FLOATS or not 1 <= tensor.ndim <= 2 or not tensor.numel():
             what = "is not a plain tensor of floating-point numbers"
-            raise CorruptFileError(f"{path}: {printable(name)} {what}: copy it again")
-        if in_layer := _IN_LAYER.fullmatch(name):
+            raise CorruptFileError(f"{path}: {one_line(name)} {what}: copy it again")
+        if in_layer := IN_LAYER.fullmatch(name):
             layers.add(int(in_layer[2]))
-            name = f"{in_layer[1]}.{first_layer + int(in_layer[2])}.{in_layer[3]}"
+            name = f"{in_layer[1]}.layers.{first_layer + int(in_layer[2])}.{in_layer[3]}"
         if name in named:
             raise unknown_name(path, name)
         named[name] = tensor

@@ -12,27 +12,19 @@ core/transformer/transformer_block.py, mlp.py.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from mlm.convert.dcp.metadata import COPY_AGAIN, METADATA, StoredTensor, read_metadata
+from mlm.checkpoint.native.slices import Region
+from mlm.convert.dcp.metadata import COPY_AGAIN, METADATA, read_metadata
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import printable
+from mlm.convert.locations import ForeignModel
 from mlm.convert.megatron.classic import RANK_FOLDER, is_classic
-from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.megatron.model import (
-    CoreTensors,
-    Location,
-    MegatronArgs,
-    MegatronModel,
-    assemble,
-    kind_of,
-    read_saved,
-    unknown_name,
-)
+from mlm.convert.megatron.model import MegatronArgs, MegatronTensors, assemble, read_saved
 from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.terminal import one_line
 
 LATEST = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
@@ -47,10 +39,10 @@ MOST_STACKED = 1 << 17
 """Layers of a tensor."""
 
 
-def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int | None) -> MegatronModel:
+def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int | None) -> ForeignModel:
     """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
 
-    `vocab_size` is the number of tokens without padding, `tokenizer_size` that of a tokenizer; None where
+    `vocab_size` is the number of tokens without padding, `tokenizer_size` a tokenizer's; None where
     unknown. Raises UserError and CorruptFileError.
     """
     common = read_saved(folder / COMMON).value
@@ -61,31 +53,26 @@ def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int |
             raise CorruptFileError(
                 f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
             )
-    stored = core_names(tensors)
-    kind = kind_of(folder, stored, args)
-    locations: dict[str, Location] = {}
-    for name, location in stored.items():
-        ours = MAPPINGS[kind].our_name(name)
-        if ours is None or ours in locations:
-            raise unknown_name(folder, name)
-        locations[ours] = location
-    held = CoreTensors(DCPReader(folder, tensors), locations)
-    sizes = vocab_size, tokenizer_size
-    return assemble(held, args, kind, iteration=common.get("iteration"), vocabulary=sizes)
-
-
-def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Location]:
-    """Return Megatron Core's name of each layer's tensors -> where it is stored."""
-    names: dict[str, Location] = {}
-    for stored, tensor in tensors.items():
-        if not _STACKED.fullmatch(stored):
-            names[stored] = stored, ()
+    reader, layers = DCPReader(folder, tensors), dict[str, tuple[str, tuple[int, ...]]]()
+    # Name of each layer's tensor -> the stored one, and an index into its first dim, if any.
+    for name, tensor in tensors.items():
+        if not _STACKED.fullmatch(name):
+            layers[name] = name, ()
             continue
         if not tensor.shape or tensor.shape[0] > MOST_STACKED:
-            raise CorruptFileError(f"{stored} is {list(tensor.shape)}; {MOST_STACKED} layers are supported")
+            raise CorruptFileError(f"{name} is {list(tensor.shape)}; {MOST_STACKED} layers are supported")
         for layer in range(tensor.shape[0]):
-            names[_STACKED.sub(rf"\g<1>.{layer}.\g<2>", stored)] = stored, (layer,)
-    return names
+            layers[_STACKED.sub(rf"\g<1>.{layer}.\g<2>", name)] = name, (layer,)
+
+    def load(name: str, region: Region) -> Tensor:
+        stored, index = layers[name]
+        part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
+        return reader.read(stored, part, torch.float32).reshape(region.size)
+
+    shapes = {name: tensors[stored].shape[len(index) :] for name, (stored, index) in layers.items()}
+    held = MegatronTensors(folder, "torch_dist", reader, shapes, load)
+    sizes = vocab_size, tokenizer_size
+    return assemble(held, args, iteration=common.get("iteration"), vocabulary=sizes)
 
 
 def find_step(source: str | Path) -> Path:
@@ -108,7 +95,7 @@ def find_step(source: str | Path) -> Path:
         name = f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
         if name not in steps:
             raise CorruptFileError(
-                f"{latest}: names {printable(iteration)!r}, which is not there: copy it too, or name another "
+                f"{latest}: names {one_line(iteration)!r}, which is not there: copy it too, or name another "
                 f"folder in {source}"
             )
         steps = [name]

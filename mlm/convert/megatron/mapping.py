@@ -1,23 +1,24 @@
 """Description of a model family in Megatron Core's names and arguments, filled in by mappings.py.
 
-Shapes are our model's. Names are those with Transformer Engine, which torch_dist always has. Source:
-NVIDIA/Megatron-LM, core/models/gpt, core/models/bert, core/transformer; arguments.py of 2023 to 2025.
-
-Their tensors may hold other rows than ours: see `RowLayouts`.
+Names are those with Transformer Engine, which torch_dist always has. Source: NVIDIA/Megatron-LM,
+core/models/gpt, core/models/bert, core/transformer; arguments.py of 2023 to 2025.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mlm.convert.row_layouts import RowLayouts, split_layer
+from mlm.checkpoint.parameters import parameters
+from mlm.convert.locations import Location
 from mlm.models.config import ModelConfig
 
-HEAD = "head.weight"
-"""The output layer. Of a model that ties it, a copy of the token table, which is compared with the table and
-left out. Else our output.weight."""
+TOKEN_TABLE, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""A tied output layer may be stored too, as a copy of the token table."""
+TABLES = (TOKEN_TABLE, OUTPUT, "output_layer.bias")
+"""Tensors with a row per token."""
+IN_LAYER = re.compile(r"((?:en|de)coder)\.layers\.(\d{1,6})\.(.+)")
 
 
 def names_of_parts(ours: str, theirs: str) -> dict[str, str]:
@@ -26,9 +27,9 @@ def names_of_parts(ours: str, theirs: str) -> dict[str, str]:
 
 
 OUTER = {
-    "token.weight": "embedding.word_embeddings.weight",
+    "token.weight": TOKEN_TABLE,
     "position.weight": "embedding.position_embeddings.weight",
-    "output.weight": "output_layer.weight",
+    "output.weight": OUTPUT,
 }
 """Our names outside the layers -> theirs; final_norm is in the part that holds the layers."""
 LAYER = {
@@ -108,8 +109,8 @@ class MegatronMapping:
     """Arguments whose absence means a model that the family is not."""
     is_grouped: bool = False
     """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
-    layouts: Callable[[ModelConfig], RowLayouts] = lambda model: RowLayouts({}, {})
-    """Return the tensors with rows in another order."""
+    rows: Callable[[ModelConfig], Mapping[str, Location]] = lambda model: {}
+    """Return locations, without names, of parameters whose rows are in another order, by name in a layer."""
     layers: str = "decoder"
     """Megatron Core's name of the part that holds the layers."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
@@ -134,17 +135,21 @@ class MegatronMapping:
         final_norm = names_of_parts("final_norm", f"{self.layers}.final_layernorm.{{}}")
         return {**self.outer, **final_norm}
 
-    def our_name(self, theirs: str) -> str | None:
-        """Return our name of a parameter, or None if the family has no such."""
-        if in_layer := re.fullmatch(rf"{self.layers}\.layers\.(\d{{1,6}})\.(.+)", theirs):
-            ours = next((ours for ours, name in self.layer.items() if name == in_layer[2]), None)
-            return None if ours is None else f"layers.{int(in_layer[1])}.{ours}"
-        name = next((ours for ours, name in self._theirs.items() if name == theirs), None)
-        return HEAD if name == "output.weight" else name
+    def has_name(self, theirs: str) -> bool:
+        """True if a parameter of the family, or a copy of one, has that name."""
+        if (in_layer := IN_LAYER.fullmatch(theirs)) and in_layer[1] == self.layers:
+            return in_layer[3] in self.layer.values()
+        return theirs in self._theirs.values()
 
-    def core_name(self, ours: str) -> tuple[str, int | None]:
-        """Return Megatron Core's name of a tensor, with {} for its layer's number, and that number."""
-        layer, short = split_layer(ours)
-        if layer is None:
-            return self._theirs[short], None
-        return f"{self.layers}.layers.{{}}.{self.layer[short]}", layer
+    def core_name(self, ours: str) -> str:
+        """Return Megatron Core's name of the tensor that holds a parameter."""
+        if in_layer := re.fullmatch(r"(layers\.\d+\.)(.+)", ours):
+            return f"{self.layers}.{in_layer[1]}{self.layer[in_layer[2]]}"
+        return self._theirs[ours]
+
+    def locations(self, model: ModelConfig) -> Iterator[tuple[str, Location]]:
+        """Yield (our name, location) of every parameter."""
+        rows = self.rows(model)
+        for ours in parameters(model):
+            location = rows.get(re.sub(r"^layers\.\d+\.", "", ours), Location(()))
+            yield ours, replace(location, names=(self.core_name(ours),))

@@ -8,8 +8,8 @@ core/models/common/embeddings/rotary_pos_embedding.py; arguments.py.
 from collections.abc import Mapping
 from typing import Any
 
+from mlm.convert.locations import Location
 from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf, names_of_parts
-from mlm.convert.row_layouts import RowLayout, RowLayouts
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks, unusual_form
 
@@ -92,26 +92,18 @@ LLAMA3_CONTEXT = 8192
 """Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
 
 
-def llama_layouts(model: ModelConfig) -> RowLayouts:
-    """Return the tensors of attention and MLP.
-
-    One of their weights holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates
-    and inputs, [gate, up].
-    """
+def llama_rows(model: ModelConfig) -> dict[str, Location]:
+    """Return rows in attention's tensor, [group][its queries, k, v][head_dim], and in MLP's, [gate, up]."""
     settings = LlamaSettings.of(model)
     kv, width = settings.num_kv_heads, settings.head_dim
-    ours: dict[str, RowLayout] = {}
-    theirs: dict[str, RowLayout] = {}
-    for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
-        q, k, v = (f"{name}.{part}" for name in "qkv")
-        rows_q, rows_kv = model.num_heads * width, kv * width
-        ours[f"attention.query.{part}"] = RowLayout(((q, rows_q),), 1)
-        ours[f"attention.kv.{part}"] = RowLayout(((k, rows_kv), (v, rows_kv)), kv)
-        theirs[f"attention.qkv.{part}"] = RowLayout(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
-    pair = (("gate", model.ffn_size), ("up", model.ffn_size))
-    ours["mlp.up.weight"] = RowLayout(pair, num_blocks(model))
-    theirs["mlp.up.weight"] = RowLayout(pair, 1)
-    return RowLayouts(ours, theirs)
+    queries = model.num_heads // kv * width
+    query = Location((), section=(0, queries, queries + 2 * width), blocks=kv)
+    pair = Location((), section=(queries, queries + 2 * width, queries + 2 * width), blocks=kv)
+    return {
+        **{f"attention.query.{part}": query for part in ("weight", "bias")},
+        **{f"attention.kv.{part}": pair for part in ("weight", "bias")},
+        "mlp.up.weight": Location((), num_heads=num_blocks(model), parts=2),
+    }
 
 
 def llama_settings(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,9 +179,11 @@ def llama_problem(model: ModelConfig) -> str | None:
 
 LLAMA = MegatronMapping(
     name="Llama",
-    summary="RMSNorm first, rotary positions, SwiGLU, no biases but those of queries, keys and values",
+    summary="RMSNorm first, rotary positions, SwiGLU, no biases except in queries, keys and values",
     layer={
         **LAYER,
+        **names_of_parts("attention.query", "self_attention.linear_qkv.{}"),
+        **names_of_parts("attention.kv", "self_attention.linear_qkv.{}"),
         "attention.query_norm.weight": "self_attention.q_layernorm.weight",
         "attention.key_norm.weight": "self_attention.k_layernorm.weight",
     },
@@ -208,7 +202,7 @@ LLAMA = MegatronMapping(
     },
     required=("position_embedding_type", "normalization", "swiglu", "add_bias_linear"),
     is_grouped=True,
-    layouts=llama_layouts,
+    rows=llama_rows,
     sizes={
         "vocab_size": SizeOf("token.weight"),
         "hidden_size": SizeOf("final_norm.weight"),

@@ -5,35 +5,26 @@ that a version did not have is absent, and has that version's one behaviour.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from mlm.checkpoint.native.compare import are_equal
-from mlm.checkpoint.native.format import TensorEntry
-from mlm.checkpoint.native.slices import Region, TensorSplit
+from mlm.checkpoint.native.slices import Read
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import COPY_AGAIN
-from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, PickleError, Saved, printable, read_archive
-from mlm.convert.megatron.mapping import HEAD, THROUGH_HF, MegatronMapping
+from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, PickleError, Saved, read_archive
+from mlm.convert.huggingface.mapping import declared_ids
+from mlm.convert.locations import Files, ForeignModel, Shape, check_shapes, foreign_tensors
+from mlm.convert.megatron.mapping import IN_LAYER, OUTPUT, THROUGH_HF, TOKEN_TABLE, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
-from mlm.convert.row_layouts import RowLayouts, reorder_rows, short_name
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.shape import is_tied
-from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, reading_from
-from mlm.util.terminal import Advance
-
-Location = tuple[str, tuple[int, ...]]
-"""A stored tensor, and an index into its first dims."""
+from mlm.util.terminal import one_line
 
 
 class MegatronArgs:
@@ -53,7 +44,7 @@ class MegatronArgs:
     def number(self, *names: str) -> int | None:
         """Return the first of these that is given and not None, a positive whole number.
 
-        Raises CorruptFileError if it is no such number.
+        Raises CorruptFileError if it is not such a number.
         """
         number: int | None = self._value(names, lambda value: type(value) is int and value >= 1)
         return number
@@ -74,61 +65,18 @@ class MegatronArgs:
         return None
 
 
-class Files(Protocol):
-    """The files of a checkpoint."""
+@dataclass(frozen=True)
+class MegatronTensors:
+    """The tensors of a checkpoint, full over all ranks, by Megatron Core's names."""
 
-    @property
-    def num_bytes(self) -> int: ...
-
-    def verify(self, progress: Advance) -> dict[str, str]:
-        """Compare what they hold with its checksums; return the digest of each file by its name."""
-
-
-class MegatronTensors(ABC):
-    """The tensors of a checkpoint, full over all ranks, by our names for Megatron's."""
-
-    def __init__(self, path: Path, files: Files, locations: dict[str, Any], *, tp: int = 1) -> None:
-        """`locations` say where each is stored; the token table is padded to a multiple of `tp` ranks.
-
-        Raises CorruptFileError unless layers are numbered without a gap.
-        """
-        self.path, self.files, self.locations, self.tp = path, files, locations, tp
-        layers = {int(name.split(".")[1]) for name in locations if name.startswith("layers.")}
-        self.num_layers = len(layers)
-        if layers != set(range(self.num_layers)):
-            raise CorruptFileError(
-                f"{self.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
-            )
-
-    def require(self, name: str) -> None:
-        if name not in self.locations:
-            raise CorruptFileError(f"{self.path}: {name} is missing: copy all files again")
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises CorruptFileError if it is missing."""
-
-    @abstractmethod
-    def load(self, name: str, region: Region) -> Tensor:
-        """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
-
-
-class CoreTensors(MegatronTensors):
-    """The tensors of a distributed checkpoint."""
-
-    def __init__(self, reader: DCPReader, locations: dict[str, Location]) -> None:
-        super().__init__(reader.folder, reader, locations)
-        self.reader = reader
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        self.require(name)
-        stored, index = self.locations[name]
-        return self.reader.tensors[stored].shape[len(index) :]
-
-    def load(self, name: str, region: Region) -> Tensor:
-        stored, index = self.locations[name]
-        part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
-        return self.reader.read(stored, part, torch.float32).reshape(region.size)
+    path: Path
+    format: str
+    files: Files
+    shapes: Mapping[str, Shape]
+    load: Read
+    """Returns elements of a tensor, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
+    tp: int = 1
+    """Ranks that the token table is padded for."""
 
 
 def read_saved(path: Path) -> Saved:
@@ -139,13 +87,15 @@ def read_saved(path: Path) -> Saved:
     try:
         with reading_from(path, COPY_AGAIN), open(path, "rb") as f:
             saved = read_archive(f)
+    except UserError:  # which is a ValueError, as damages are
+        raise
     except NotDataError as error:
         raise CorruptFileError(
-            f"{path}: {printable(str(error))}; nothing was executed: save it again in Megatron-LM with "
+            f"{path}: {one_line(error)}; nothing was executed: save it again in Megatron-LM with "
             "--no-save-optim --no-save-rng, and trust no file of unknown origin"
         ) from error
     except DAMAGES as error:
-        reason = printable(str(error)) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise CorruptFileError(
             f"{path}: damaged, or not written by torch.save of PyTorch 1.6 or later ({reason}): copy it again"
         ) from error
@@ -154,131 +104,88 @@ def read_saved(path: Path) -> Saved:
     return saved
 
 
-@dataclass(frozen=True)
-class MegatronModel:
-    """An open checkpoint: tensors stay in their files until they are read."""
-
-    tensors: MegatronTensors
-    model: ModelConfig
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the tensors that the model needs."""
-    layouts: RowLayouts
-    iteration: int | None
-    table_rows: int
-    filled: frozenset[str]
-    """Parameters that the files lack: they take initial values."""
-    zeros: frozenset[str]
-    """Parameters that the files lack, and that are zero."""
-    notes: tuple[str, ...]
-    """Remarks for the user, one line each."""
-
-    def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements of a parameter, float32 on the CPU.
-
-        Raises CorruptFileError if some are not finite.
-        """
-        if name in self.zeros:
-            return torch.zeros(region.size)
-        if short_name(name) in self.layouts.ours:
-            full = reorder_rows(name, self.layouts.theirs, self.layouts.ours, self._load_full)
-            value = full[region.within(Region.whole(full.shape))]
-        else:
-            value = self.tensors.load(name, region)
-        if value.numel() and not torch.stack(value.aminmax()).isfinite().all():
-            raise CorruptFileError(
-                f"{self.tensors.path}: {name} is not finite everywhere: take another iteration"
-            )
-        return value.contiguous()
-
-    def _load_full(self, name: str) -> Tensor:
-        return self.tensors.load(name, Region.whole(self.shapes[name]))
-
-
 def assemble(
     tensors: MegatronTensors,
     args: MegatronArgs,
-    kind: str,
     *,
     iteration: object,
     vocabulary: tuple[int | None, int | None],
     num_heads: int | None = None,
-) -> MegatronModel:
-    """Check that the tensors make a model of `kind`, and return it.
+) -> ForeignModel:
+    """Check that the tensors make a model of one family, and return it.
 
     `vocabulary` is as in `true_vocabulary`, `num_heads` for files without arguments. Raises UserError if it
     is not supported, or if something has to be specified; CorruptFileError.
     """
-    mapping, sizes = MAPPINGS[kind], {"num_layers": tensors.num_layers}
-    for field, (name, dim) in mapping.sizes.items():
-        dims = tensors.shape(name)
-        sizes[field] = dims[dim] if dim < len(dims) else 0
-    table_rows, model = sizes["vocab_size"], model_config(args, kind, sizes, num_heads)
-    if HEAD in tensors.locations and not is_tied(model):
-        tensors.locations["output.weight"] = tensors.locations.pop(HEAD)
-    layouts = mapping.layouts(model)
-    wanted = stored_parameters(replace(model, vocab_size=table_rows), layouts)
+    path, shapes = tensors.path, tensors.shapes
+    kind = kind_of(path, shapes, args)
+    mapping, sizes = MAPPINGS[kind], shown_sizes(tensors, MAPPINGS[kind])
+    rows, model = sizes["vocab_size"], model_config(args, kind, sizes, num_heads)
+    padded = replace(model, vocab_multiple=1)
+    entries, locations = parameters(padded), dict(mapping.locations(padded))
     # What a run of the family may lack is zero, or takes initial values.
-    modules = {name.rpartition(".")[0] for name in tensors.locations}
+    held = {ours for ours, location in locations.items() if shapes.keys() >= {*location.names}}
+    modules = {ours.rpartition(".")[0] for ours in held}
     absent = [module for module in mapping.initial_if_absent if module not in modules]
-    filled = frozenset(name for name in wanted if name.rpartition(".")[0] in absent)
-    zeros = frozenset(
-        name for name in mapping.zero_if_absent if name in wanted and name not in tensors.locations
-    )
-    check_shapes(tensors, {name: entry for name, entry in wanted.items() if name not in filled | zeros})
-    model = replace(model, vocab_size=true_vocabulary(args, mapping, table_rows, tensors.tp, *vocabulary))
-    if HEAD in tensors.locations:
-        head, table = (partial(tensors.load, name) for name in (HEAD, "token.weight"))
-        if not are_equal(head, table, tensors.shape(HEAD)):
-            raise UserError(
-                f"{tensors.path}: the output layer differs from the token table that it is tied to"
-            )
+    filled = frozenset(ours for ours in locations if ours.rpartition(".")[0] in absent)
+    zeros = frozenset(locations.keys() & mapping.zero_if_absent.keys() - held)
+    needed = [(ours, location) for ours, location in locations.items() if ours not in filled | zeros]
+    wanted = {name: tensor.shape for name, tensor in foreign_tensors(needed, entries).items()}
+    if has_copy := is_tied(model) and OUTPUT in shapes:
+        wanted[OUTPUT] = wanted[TOKEN_TABLE]
+    check_shapes(path, shapes, wanted, "some files are missing, or of another model; copy all again")
+    model = replace(model, vocab_size=true_vocabulary(args, mapping, rows, tensors.tp, *vocabulary))
+    if has_copy:
+        head, table = (partial(tensors.load, name) for name in (OUTPUT, TOKEN_TABLE))
+        if not are_equal(head, table, wanted[OUTPUT]):
+            raise UserError(f"{path}: the output layer differs from the token table that it is tied to")
     notes = [
-        *(mapping.zero_if_absent[name] for name in zeros),
+        *(mapping.zero_if_absent[ours] for ours in zeros),
         *(f"no {module} is there: it takes initial values, which training moves" for module in absent),
         *mapping.notes(args.values),
     ]
-    return MegatronModel(
-        tensors=tensors,
+    if padding := rows - model.vocab_size:
+        notes.append(f"the last {padding:,} of {rows:,} rows of the token table are padding: left out")
+    return ForeignModel(
+        format=tensors.format,
+        path=path,
         model=model,
-        shapes={name: entry.shape for name, entry in wanted.items()},
-        layouts=layouts,
-        iteration=iteration if type(iteration) is int else None,
-        table_rows=table_rows,
+        files=tensors.files,
+        locations=locations,
+        shapes={ours: entry.shape for ours, entry in entries.items()},
+        load=tensors.load,
+        origin={"iteration": iteration if type(iteration) is int else None},
+        token_ids=declared_ids(args.values, model.vocab_size),
         filled=filled,
         zeros=zeros,
         notes=tuple(notes),
     )
 
 
-def check_shapes(tensors: MegatronTensors, wanted: Mapping[str, TensorEntry]) -> None:
-    """Raise CorruptFileError for a tensor of another shape, or that is missing or not wanted."""
-    for name in [*wanted, *(name for name in tensors.locations if name not in wanted)]:
-        entry = wanted.get("token.weight" if name == HEAD else name)
-        needed = list(entry.shape) if entry else "none"
-        if (shape := list(tensors.shape(name))) != needed:
-            raise CorruptFileError(
-                f"{tensors.path}: {name} is {shape}, {needed} is needed: some files are of another model"
-            )
+def shown_sizes(tensors: MegatronTensors, mapping: MegatronMapping) -> dict[str, int]:
+    """Return the sizes that the tensors show, by field of ModelConfig.
 
-
-def stored_parameters(model: ModelConfig, layouts: RowLayouts) -> dict[str, TensorEntry]:
-    """Return the tensors of a model as Megatron has them, full, under our names for them."""
-    ours = parameters(replace(model, vocab_multiple=1))
-    stored = {name: entry for name, entry in ours.items() if short_name(name) not in layouts.ours}
-    for layer in range(model.num_layers if layouts.theirs else 0):
-        for short, layout in layouts.theirs.items():
-            name = f"layers.{layer}.{short}"
-            rest = () if short.endswith("bias") else (model.hidden_size,)
-            split = TensorSplit(0, parameter_home(name), 1)
-            stored[name] = TensorEntry((layout.rows, *rest), torch.float32, split)
-    return stored
+    Raises CorruptFileError if one is missing, or layers are not numbered from 0 without a gap.
+    """
+    path, shapes = tensors.path, tensors.shapes
+    layers = {int(in_layer[2]) for name in shapes if (in_layer := IN_LAYER.fullmatch(name))}
+    if layers != set(range(len(layers))):
+        raise CorruptFileError(
+            f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
+        )
+    sizes = {"num_layers": len(layers)}
+    for field, (ours, dim) in mapping.sizes.items():
+        if (name := mapping.core_name(ours)) not in shapes:
+            raise CorruptFileError(f"{path}: {name} is missing: copy all files again")
+        sizes[field] = shapes[name][dim] if dim < len(shapes[name]) else 0
+    return sizes
 
 
 def kind_of(path: Path, names: Iterable[str], args: MegatronArgs) -> str:
     """Return the kind of model whose family has all these names, and supports the run's arguments.
 
-    `names` are Megatron's. Raises ConfigError for arguments that no family supports, UserError for a name
-    that none has.
+    `names` are Megatron Core's. Raises ConfigError for arguments that no family supports, UserError for a
+    name that none has.
     """
     problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in MAPPINGS.items()}
     if all(problems.values()):
@@ -286,7 +193,7 @@ def kind_of(path: Path, names: Iterable[str], args: MegatronArgs) -> str:
         raise ConfigError(fewest)
     fitting = list(MAPPINGS)
     for theirs in names:
-        fitting = [kind for kind in fitting if MAPPINGS[kind].our_name(theirs) is not None]
+        fitting = [kind for kind in fitting if MAPPINGS[kind].has_name(theirs)]
         if not fitting:
             raise unknown_name(path, theirs)
     best = min(fitting, key=lambda kind: len(problems[kind]))  # the first that supports the arguments
@@ -297,9 +204,9 @@ def kind_of(path: Path, names: Iterable[str], args: MegatronArgs) -> str:
 
 def unknown_name(path: Path, theirs: str) -> UserError:
     if ".mlp.router." in theirs or ".mlp.experts." in theirs:
-        return UserError(f"{path}: {printable(theirs)}: {THROUGH_HF}")
+        return UserError(f"{path}: {one_line(theirs)}: {THROUGH_HF}")
     return UserError(
-        f"{path}: {printable(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
+        f"{path}: {one_line(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
         "are imported, and torchtitan's names by mlm convert"
     )
 
@@ -309,18 +216,18 @@ def describe_value(value: Any) -> str:
     if type(value) is int and abs(value) >= 1 << 63:
         return "(a huge number)"
     is_plain = value is None or type(value) in (bool, int, float, str)
-    return printable(str(value)) if is_plain else f"({type(value).__name__})"
+    return one_line(value) if is_plain else f"({type(value).__name__})"
 
 
 def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[str]:
     """Return a line for each argument with which the model is not one of the family."""
     values, heads, hidden = args.values, args.number("num_attention_heads"), args.number("hidden_size")
-
-    def is_supported(name: str) -> bool:
-        value = values[name]
-        return any(value is one or (type(value) is type(one) and value == one) for one in mapping.args[name])
-
-    names = [name for name in mapping.args if name in values and not is_supported(name)]
+    names = []
+    for name, supported in mapping.args.items():
+        value = values.get(name)
+        is_same = (value is one or (type(value) is type(one) and value == one) for one in supported)
+        if name in values and not any(is_same):
+            names.append(name)
     names += [name for name in mapping.required if name not in values]
     # Scores are divided by the square root of a head's width.
     width = args.number("kv_channels") or (hidden // heads if hidden and heads else None)
@@ -377,7 +284,7 @@ def model_config(
         settings["ffn_hidden_size"] = None
     model = ModelConfig(kind=kind, num_heads=heads, **settings)
     if mapping.is_grouped and (problem := family_of(kind).model_problem(model) or mapping.problem(model)):
-        raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
+        raise UserError(f"{args.path}: its args describe no model that mlm has: {problem}")
     return model
 
 

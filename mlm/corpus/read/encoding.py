@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
@@ -15,6 +15,7 @@ SAMPLE = 1 << 20
 """Bytes to detect an encoding from, of lines that are not ASCII."""
 NOT_ASCII = re.compile(rb"[^\n]*[\x80-\xff][^\n]*\n?")
 UNDECODABLE = "mlm.undecodable"
+"""Error handler that decodes to U+DCFF, which surrogateescape encodes as the byte 0xFF."""
 codecs.register_error(UNDECODABLE, lambda error: ("\udcff", getattr(error, "end", 0)))
 
 
@@ -26,16 +27,6 @@ def codec_of(encoding: str) -> str:
     return codec.name
 
 
-def transcoded(source: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield a text as UTF-8, with the byte 0xFF, which UTF-8 never holds, for what cannot be decoded."""
-    decoder = codecs.getincrementaldecoder(encoding)(UNDECODABLE)
-    for block in source:
-        if text := decoder.decode(block):
-            yield text.encode(UTF_8, "surrogateescape")
-    if text := decoder.decode(b"", final=True):
-        yield text.encode(UTF_8, "surrogateescape")
-
-
 def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
     """Return the encoding of a text: by its byte order mark, UTF-8 if it is valid, else the likeliest.
 
@@ -43,8 +34,8 @@ def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
     """
     decoder, is_utf8, sample, head = codecs.getincrementaldecoder(UTF_8)(), True, bytearray(), b""
     for block in source:
-        if not head and (found := next((name for bom, name in BOMS.items() if block.startswith(bom)), None)):
-            return found
+        if not head and (marked := next((name for bom, name in BOMS.items() if block.startswith(bom)), None)):
+            return marked
         head = head or block[:1024]
         try:
             decoder.decode(block)
@@ -58,8 +49,9 @@ def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
         return UTF_8
     library = load_extra("resiliparse.parse.encoding", f"encoding={AUTO}")
     content = head * is_page + sample
-    found = library.detect_encoding(content, max_len=0, from_html_meta=is_page)
-    if found == UTF_8 or b"\0" in content:  # UTF-8 is its answer where it has none; no 8-bit text holds NUL
+    likeliest = library.detect_encoding(content, max_len=0, from_html_meta=is_page)
+    # UTF-8 is its answer where it has none; no 8-bit text holds NUL
+    if likeliest == UTF_8 or b"\0" in content:
         fix = "name it, such as encoding=latin-1; encoding=utf-8 names the first line that is not"
         raise UserError(f"input {path}: no encoding is likely; {fix}")
-    return codec_of(found)
+    return codec_of(likeliest)

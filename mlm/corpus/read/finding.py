@@ -1,4 +1,4 @@
-"""The files that an `input=` names, their formats, and everything beside them that is not read."""
+"""The files that an `input=` names, their formats, and neighbouring files that are not read."""
 
 import glob
 import os
@@ -72,32 +72,28 @@ Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
 
 
 def find_inputs(config: DataBuildConfig) -> Listing:
-    """Return the inputs of a build in corpus order, and the files beside them that are not read.
+    """Return the inputs of a build in corpus order, and the files next to them that are not read.
 
     Raises UserError for none, two for one part, one that cannot be read, or one that the build would
     overwrite or could not distinguish from its own files.
     """
     listing = search(config.input, HubSource("", config.hub_config, config.hub_split, config.hub_revision))
-    out = os.path.realpath(config.out)
-    given = [os.path.realpath(path) for path in as_paths(config.input)]
-    written = {os.path.join(out, name) for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
+    out = Path(os.path.realpath(config.out))
+    given = [Path(os.path.realpath(path)) for path in as_paths(config.input)]
+    written = {out / name for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
     for item in listing.inputs:
         if item.path.startswith((HUB, S3)):
             continue
-        real = os.path.realpath(item.path)
+        real = Path(os.path.realpath(item.path))
         if real in written:
             raise UserError(f"out={config.out} would replace the input {item.path}; set another out=")
         # files in `out` are the user's only if `out` is the input folder itself, or above it
-        if is_below(real, out) and not any(is_below(path, out) for path in given):
+        if real.is_relative_to(out) and not any(path.is_relative_to(out) for path in given):
             raise UserError(
                 f"out={config.out} lies inside input={format_value(config.input)} and holds {item.path}, "
                 "which no build wrote; set another out=, or move the file"
             )
     return listing
-
-
-def is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def search(given: Paths, hub: HubSource | None = None) -> Listing:
@@ -115,13 +111,13 @@ def search(given: Paths, hub: HubSource | None = None) -> Listing:
         for number, listing in enumerate(listings)
         for item in listing.inputs
     ]
-    places = Counter(os.path.realpath(item.path) for item in inputs)
-    if twice := next((item for item in inputs if places[os.path.realpath(item.path)] > 1), None):
+    paths = Counter(os.path.realpath(item.path) for item in inputs)
+    if twice := next((item for item in inputs if paths[os.path.realpath(item.path)] > 1), None):
         raise UserError(f"input={format_value(given)} names {twice.path} twice: remove one of the two")
     if len({item.split is None for item in inputs}) > 1:
-        held = next(item for item in inputs if item.split)
+        part = next(item for item in inputs if item.split)
         raise UserError(
-            f"input={format_value(given)}: {held.path} is the part {held.split}, and others are of no part: "
+            f"input={format_value(given)}: {part.path} is the part {part.split}, and others are of no part: "
             "build a corpus of each, and join them by `mlm data merge`"
         )
     return Listing(tuple(inputs), tuple(entry for listing in listings for entry in listing.unread))
@@ -129,8 +125,7 @@ def search(given: Paths, hub: HubSource | None = None) -> Listing:
 
 def search_path(path: str, hub: HubSource) -> Listing:
     if path.startswith(HUB):
-        dataset, size, digest = find_hub(hub)
-        return Listing((Input(path, dataset, size, digest, None),))
+        return Listing((find_hub(hub),))
     ignore_patterns.cache_clear()  # another build may have begun or ended
     root, setting = Path(path), f"input={path}"
     if is_stored(path):
@@ -145,14 +140,10 @@ def search_path(path: str, hub: HubSource) -> Listing:
         raise UserError(f"{setting} does not exist: name a file {READABLE}, a folder or a glob of them")
     if not listing.inputs:
         others = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
-        held = f", only {len(others)} others such as {others[0]}" if others else ""
+        skipped = f", only {len(others)} others such as {others[0]}" if others else ""
         fix = "name another, or rename it to its format; a .jsonl holds one object per line"
-        raise UserError(f"{setting} holds no {READABLE}{held}: {fix}")
-    return without_cards(listing)
-
-
-def without_cards(listing: Listing) -> Listing:
-    """Leave out README.md beside records, or where no other document is Markdown: it describes the others."""
+        raise UserError(f"{setting} holds no {READABLE}{skipped}: {fix}")
+    # README.md next to records, or the only document in Markdown, describes the others and is not read
     cards = [item for item in listing.inputs if Path(item.path).name.lower() == "readme.md"]
     inputs = tuple(item for item in listing.inputs if item not in cards)
     kinds = {(kind_of(Path(item.path)) or "").partition(".")[0] for item in inputs}
@@ -211,18 +202,7 @@ def in_folder(root: Path) -> Listing:
 
 
 def in_glob(pattern: str) -> Listing:
-    check_searchable(pattern)
-    first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
-    if not files:
-        raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
-    own = [path for path in files if is_own(path)]
-    others = sorted(set(files).difference(own))
-    return readable_files(others, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
-
-
-def check_searchable(pattern: str) -> None:
-    """Raise UserError for a folder that may hold matches and denies a look: `glob` passes over it."""
+    # `glob` passes over a folder that may hold matches and denies a look
     levels = [Path(pattern), *Path(pattern).parents]
     needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
     needs |= {level: True for level in levels if level.name == "**"}
@@ -234,6 +214,13 @@ def check_searchable(pattern: str) -> None:
                     os.scandir(folder).close()
             except OSError as error:
                 raise_unreadable(error)
+    first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
+    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    if not files:
+        raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
+    own = [path for path in files if is_own(path)]
+    others = sorted(set(files).difference(own))
+    return readable_files(others, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
 
 
 def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
@@ -252,10 +239,10 @@ def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
             f"input={root} holds {named[0].name} but no train.jsonl or the like: add it, or name "
             f"the files of one corpus by a glob"
         )
-    for one, other in pairwise(named):
-        if parts[one] == parts[other]:
+    for first, second in pairwise(named):
+        if parts[first] == parts[second]:
             raise UserError(
-                f"input={root} holds {one.name} and {other.name}, all for the part {parts[one]}: "
+                f"input={root} holds {first.name} and {second.name}, all for the part {parts[first]}: "
                 "keep one of them"
             )
     others = [Unread(file, OWN if is_own(file) else NO_PART) for file in files if file not in parts]
@@ -265,7 +252,7 @@ def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
 
 
 def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
-    """Return the files as inputs, named by their paths below `root`, and those of unknown formats.
+    """Return the files as inputs, named by their paths below `root`, and the files of unknown formats.
 
     Raises UserError for one that cannot be read, and for a link that leads nowhere, maybe to a folder.
     """

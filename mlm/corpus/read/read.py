@@ -6,20 +6,18 @@ lines. A `.txt` or `.md` file is one document, or several that end at lines hold
 other: it is valid in UTF-8 and in JSON (ftfy removes it).
 """
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 
-from mlm.corpus.read.encoding import UTF_8
-from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location, lines_before
+from mlm.corpus.read.encoding import UNDECODABLE, UTF_8
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, RecordLocation, lines_before
 from mlm.corpus.read.shards import TEXT_END
-from mlm.corpus.read.streams import first_line, lines, text_blocks
 from mlm.corpus.read.tables import read_hub, read_parquet
 from mlm.data.records import BOM, json_problem
-from mlm.data.streams import DamagedError
+from mlm.data.streams import DamagedError, blocks, raw_blocks
 from mlm.util.errors import decode_problem, type_of
 from mlm.util.extras import load_extra
-
-CONVERT = "set encoding=auto, or its name, such as encoding=latin-1, or convert it by iconv"
 
 
 def read_shard(
@@ -57,7 +55,7 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
             if not is_all and position >= shard.end:
                 break
             number += 1
-            location = Location(shard.path, number, begin=begin)
+            location = RecordLocation(shard.path, number, begin=begin)
             if line is not None and position == 0:
                 line = line.removeprefix(BOM)
             position += length
@@ -65,11 +63,11 @@ def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
                 continue
             yield from intake.attempt(location, json_document, line, intake, location, encoding)
     except DamagedError as error:
-        intake.damaged(Location(shard.path, number + 1, begin=begin), error)
+        intake.damaged(RecordLocation(shard.path, number + 1, begin=begin), error)
 
 
 def json_document(
-    line: bytes | bytearray | None, intake: Intake, location: Location, encoding: str
+    line: bytes | bytearray | None, intake: Intake, location: RecordLocation, encoding: str
 ) -> Document:
     if line is None:
         raise intake.too_long("line")
@@ -86,20 +84,33 @@ def json_document(
 
 def read_text(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of plain text; a document's location is its first line."""
-    location = Location(shard.path, 1)
+    encoding, content, size, number = shard.input.encoding, bytearray(), 0, 0
+    location = RecordLocation(shard.path, 1)
     try:
-        for content, size, first in text_pieces(shard, intake.max_bytes):
-            location = Location(shard.path, first)
-            arguments = content, size, intake, location, shard.input.encoding
-            yield from intake.attempt(location, text_document, *arguments)
+        for line, length in lines(text_blocks(shard.path, encoding), intake.max_bytes):
+            number += 1
+            if line is not None and line.strip() == TEXT_END:
+                yield from intake.attempt(location, text_document, content, size, intake, location, encoding)
+                content, size, location = bytearray(), 0, RecordLocation(shard.path, number + 1)
+                continue
+            size += length
+            if line is None or size > intake.max_bytes:
+                content = bytearray()  # dropped while it is read
+            else:
+                content += line
+                if length > len(line):
+                    content += b"\n"
     except DamagedError as error:
-        intake.damaged(Location(shard.path, error.line or location.number), error)
+        intake.damaged(RecordLocation(shard.path, number + 1), error)
+        return
+    if size:
+        yield from intake.attempt(location, text_document, content, size, intake, location, encoding)
 
 
 def read_html(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield the text of a web page, without navigation and the like; links and layout are dropped."""
     library = load_extra("resiliparse.extract.html2text", f"input {shard.path}")
-    content, location = bytearray(), Location(shard.path, 1)
+    content, location = bytearray(), RecordLocation(shard.path, 1)
     try:
         for block in text_blocks(shard.path, shard.input.encoding):
             content += block
@@ -114,32 +125,8 @@ def read_html(shard: InputShard, intake: Intake) -> Iterator[Document]:
         intake.damaged(location, error)
 
 
-def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, int, int]]:
-    """Yield content, size and first line of every document; no content for one above `max_bytes`."""
-    content, size, first, number = bytearray(), 0, 1, 0
-    try:
-        for line, length in lines(text_blocks(shard.path, shard.input.encoding), max_bytes):
-            number += 1
-            if line is not None and line.strip() == TEXT_END:
-                yield content, size, first
-                content, size, first = bytearray(), 0, number + 1
-                continue
-            size += length
-            if line is None or size > max_bytes:
-                content = bytearray()  # dropped while it is read
-            else:
-                content += line
-                if length > len(line):
-                    content += b"\n"
-    except DamagedError as error:
-        error.line = number + 1
-        raise
-    if size:
-        yield content, size, first
-
-
 def text_document(
-    content: bytearray, size: int, intake: Intake, location: Location, encoding: str
+    content: bytearray, size: int, intake: Intake, location: RecordLocation, encoding: str
 ) -> Document:
     if size > intake.max_bytes:
         raise intake.too_long("document")
@@ -148,11 +135,72 @@ def text_document(
         text = str(memoryview(content)[begin:], "utf-8")
     except UnicodeDecodeError as error:
         line = location.number + content.count(b"\n", 0, begin + error.start)
-        raise undecodable(encoding, decode_problem(error), Location(location.source, line)) from error
+        raise undecodable(encoding, decode_problem(error), RecordLocation(location.source, line)) from error
     return Document(text, len(content) - begin, location)
 
 
-def undecodable(encoding: str, problem: str, location: Location) -> BadRecordError:
+def undecodable(encoding: str, problem: str, location: RecordLocation) -> BadRecordError:
     if encoding != UTF_8:
         problem = f"not {encoding}, as encoding= has it"
-    return BadRecordError("not_utf8", problem, location, CONVERT)
+    fix = "set encoding=auto, or its name, such as encoding=latin-1, or convert it by iconv"
+    return BadRecordError("not_utf8", problem, location, fix)
+
+
+def text_blocks(path: str, encoding: str, begin: int = 0) -> Iterator[bytes]:
+    """Yield a text from byte `begin` on as UTF-8; the byte 0xFF, which UTF-8 never holds, is what is no text.
+
+    Raises as `blocks` does.
+    """
+    if encoding == UTF_8:
+        yield from blocks(path, begin)
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(UNDECODABLE)
+    for block in blocks(path, begin):
+        if text := decoder.decode(block):
+            yield text.encode(UTF_8, "surrogateescape")
+    if text := decoder.decode(b"", final=True):
+        yield text.encode(UTF_8, "surrogateescape")
+
+
+def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | bytearray | None, int]]:
+    """Yield lines without their newline, and their length with it; None for a line above `max_bytes`.
+
+    Such a line is dropped while it is read: at most `max_bytes` and two blocks are held.
+    """
+    unfinished, size = bytearray(), 0
+    for block in source:
+        *ended, rest = block.split(b"\n")
+        for piece in ended:
+            size += len(piece)
+            if size > max_bytes:
+                yield None, size + 1
+            else:
+                yield (unfinished + piece if unfinished else piece), size + 1
+            unfinished, size = bytearray(), 0
+        size += len(rest)
+        if size > max_bytes:
+            unfinished = bytearray()
+        else:
+            unfinished += rest
+    if size:
+        yield (None if size > max_bytes else unfinished), size
+
+
+def first_line(path: str, begin: int, end: int) -> int | None:
+    """Return the start of the first line that begins in [begin, end); None if there is none.
+
+    Reads to the end of the preceding line and holds none of it. Raises UserError if the file cannot be read.
+    """
+    if begin == 0:
+        return begin
+    # from the byte before: when it is a newline, a line starts at `begin`
+    position = begin - 1
+    for block in raw_blocks(path, position):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            start = position + newline + 1
+            return start if start < end else None
+        position += len(block)
+        if position >= end:
+            break
+    return None

@@ -49,7 +49,7 @@ class InputShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class RecordLocation:
     """Location of a record; `str(location)` is shown to users: `file:12`, or `file:row 12` in a table."""
 
     source: str
@@ -82,7 +82,7 @@ class Document:
     text: str
     num_bytes: int
     """Bytes of the text in UTF-8, as it was read."""
-    location: Location
+    location: RecordLocation
 
 
 class BadRecordError(Exception):
@@ -90,11 +90,11 @@ class BadRecordError(Exception):
 
     Attributes:
         location: set by its reader where `reject` would not know it exactly
-        fix: None for that of the command
+        fix: None for the command's
     """
 
     def __init__(
-        self, rule: str, detail: str, location: Location | None = None, fix: str | None = None
+        self, rule: str, detail: str, location: RecordLocation | None = None, fix: str | None = None
     ) -> None:
         super().__init__(rule, detail)
         self.rule, self.detail, self.location, self.fix = rule, detail, location, fix
@@ -113,12 +113,12 @@ class Intake:
     """Longest line or text."""
     on_reject: Callable[[BadRecordError], None] = field(repr=False)
 
-    def reject(self, location: Location, error: BadRecordError) -> None:
+    def reject(self, location: RecordLocation, error: BadRecordError) -> None:
         error.location = error.location or location
         self.on_reject(error)
 
     def attempt(
-        self, location: Location, make: Callable[..., Document], *arguments: Any
+        self, location: RecordLocation, make: Callable[..., Document], *arguments: Any
     ) -> Iterator[Document]:
         """Yield the document that `make` returns, or report the bad record that it raises."""
         try:
@@ -128,11 +128,11 @@ class Intake:
         else:
             yield document
 
-    def damaged(self, location: Location, reason: object) -> None:
+    def damaged(self, location: RecordLocation, reason: object) -> None:
         why = " ".join(str(reason).split())
         self.reject(location, BadRecordError("damaged", f"the file is {DAMAGED}; its rest is lost ({why})"))
 
-    def document(self, record: Mapping[str, Any], location: Location) -> Document:
+    def document(self, record: Mapping[str, Any], location: RecordLocation) -> Document:
         """Make the document of a JSON object or table row. Raises BadRecordError."""
         if self.text_key not in record:
             raise self.without_text(record)

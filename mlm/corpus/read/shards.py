@@ -1,7 +1,7 @@
 """Shards: the parts of the inputs that tasks work on, and the digests that identify a build's inputs.
 
 How an input is divided decides nothing but who reads what: the documents of all shards, one after the other,
-are those of the inputs in their order.
+are the inputs' in their order.
 """
 
 import json
@@ -58,14 +58,15 @@ def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     Small files share a task, so that the number of tasks grows with the bytes of the input and not with its
     files. A group belongs to one part.
     """
-    count, bounds, held = Counter(shard.path for shard in shards), [0], 0
+    count, bounds, filled = Counter(shard.path for shard in shards), [0], 0
     for i, shard in enumerate(shards):
         # the size of a Hub's shard is not known
         size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
-        if i and (held + size > shard_bytes // SHARED_PART or shard.input.split != shards[i - 1].input.split):
+        is_part_end = i and shard.input.split != shards[i - 1].input.split
+        if is_part_end or (i and filled + size > shard_bytes // SHARED_PART):
             bounds.append(i)
-            held = 0
-        held += size
+            filled = 0
+        filled += size
     return (*bounds, len(shards))
 
 

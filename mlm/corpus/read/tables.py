@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Location
+from mlm.corpus.read.records import BadRecordError, Document, Input, InputShard, Intake, RecordLocation
 from mlm.data.records import explain_hub_errors, open_parquet, row_group_batches
 from mlm.data.streams import DamagedError, explain_damage, readable
 from mlm.util.errors import UserError
@@ -63,28 +63,27 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
     try:
         file, rows = open_table(shard.path)
         with file:
-            if (problem := column_problem(file, shard.path, intake)) is not None:
+            names, problem = list(file.schema_arrow.names), None
+            if intake.text_key not in names:
+                problem = intake.without_text(names)
+            else:
+                types = load_extra("pyarrow.types", f"input {shard.path}")
+                kind = file.schema_arrow.field(intake.text_key).type
+                text = kind.value_type if types.is_dictionary(kind) else kind
+                if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
+                    detail = f'column "{intake.text_key}" holds {text}, not strings'
+                    problem = BadRecordError("text_type", detail)
+            if problem is not None:
                 if shard.begin == 0:  # once for the file
-                    intake.reject(Location(shard.path, 1, unit="row "), problem)
+                    intake.reject(RecordLocation(shard.path, 1, unit="row "), problem)
                 return
             for batch in batches(file, rows, shard, intake.text_key):
                 for index in range(len(batch)):
                     row += 1
-                    location = Location(shard.path, row, unit="row ")
+                    location = RecordLocation(shard.path, row, unit="row ")
                     yield from intake.attempt(location, row_document, batch, index, intake, location)
     except DamagedError as error:
-        intake.damaged(Location(shard.path, row + 1, unit="row "), error)
-
-
-def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | None:
-    names, types = list(file.schema_arrow.names), load_extra("pyarrow.types", f"input {path}")
-    if intake.text_key not in names:
-        return intake.without_text(names)
-    kind = file.schema_arrow.field(intake.text_key).type
-    letters = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(letters) or types.is_large_string(letters) or types.is_string_view(letters)):
-        return BadRecordError("text_type", f'column "{intake.text_key}" holds {letters}, not strings')
-    return None
+        intake.damaged(RecordLocation(shard.path, row + 1, unit="row "), error)
 
 
 def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Iterator[Any]:
@@ -103,7 +102,7 @@ def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Itera
             yield batch
 
 
-def row_document(batch: Any, index: int, intake: Intake, location: Location) -> Document:
+def row_document(batch: Any, index: int, intake: Intake, location: RecordLocation) -> Document:
     value = batch.column(intake.text_key)[index]
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
@@ -133,10 +132,10 @@ class HubSource:
         return cls(path, *json.loads(rest))
 
 
-def find_hub(source: HubSource) -> tuple[str, int, str]:
-    """Return pinned path, size in bytes (0 if unknown) and digest of a dataset. Raises UserError.
+def find_hub(source: HubSource) -> Input:
+    """Return a dataset as an input. Raises UserError.
 
-    The path is all that another machine needs to read the same rows. It names the commit, so that the dataset
+    Its path is all that another machine needs to read the same rows. It names the commit, so that the dataset
     cannot change between two stages.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source.path.removeprefix(HUB)):
@@ -144,8 +143,13 @@ def find_hub(source: HubSource) -> tuple[str, int, str]:
     builder, _ = open_hub(source)
     commit, splits = str(builder.hash), builder.info.splits or {}
     size = splits[source.split].num_bytes if source.split in splits else 0
-    pinned = f"{source.path}?{json.dumps([source.config, source.split, commit])}"
-    return pinned, max(int(size or 0), 0), f"hub:{commit}:{source.config}:{source.split}"
+    return Input(
+        name=source.path,
+        path=f"{source.path}?{json.dumps([source.config, source.split, commit])}",
+        bytes=max(int(size or 0), 0),
+        digest=f"hub:{commit}:{source.config}:{source.split}",
+        split=None,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -179,5 +183,5 @@ def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
         if record is None:
             return
         row += 1
-        location = Location(source.path, row, unit=f"shard {shard.begin} row ")
+        location = RecordLocation(source.path, row, unit=f"shard {shard.begin} row ")
         yield from intake.attempt(location, intake.document, record, location)

@@ -6,7 +6,7 @@ bands [bands, documents]; and 00012.rejected.jsonl.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +31,11 @@ BYTES_PER_TOKEN = 6  # more than English has on average: most documents are coun
 
 
 def run(plan: BuildPlan, task: int) -> None:
-    """Clean the shards of a task. With bad_input=refuse, bad input raises UserError, CorruptFileError."""
+    """Clean the shards of a task.
+
+    Raises UserError if a file changes while it is read, and with bad_input=refuse UserError or
+    CorruptFileError for bad input.
+    """
     config, stage = plan.config, plan.stages["clean"]
     rejects = list[bytes]()
     with ExitStack() as stack:
@@ -44,9 +48,14 @@ def run(plan: BuildPlan, task: int) -> None:
             line = {"place": str(error.location), "rule": error.rule, "detail": error.detail}
             rejects.append((json.dumps(line) + "\n").encode())
 
-        for document in documents_of(plan, task, reject):
-            cleaning.take(document)
-            del document  # free a long one before the next is read
+        for shard in plan.shards[task]:
+            check_unchanged(shard.input)
+            for document in read_shard(
+                shard, text_key=config.text_key, max_bytes=config.max_document_bytes, reject=reject
+            ):
+                cleaning.take(document)
+                del document  # free a long one before the next is read
+            check_unchanged(shard.input)
         cleaning.flush()
     prefix = cleaning.prefix
     files = [bin_path(prefix), idx_path(prefix)]
@@ -57,17 +66,6 @@ def run(plan: BuildPlan, task: int) -> None:
     rejected = prefix.with_name(f"{task:05d}.rejected.jsonl")
     write_atomic(rejected, b"".join(rejects))
     stage.finish(task, cleaning.counts, [*files, rejected])
-
-
-def documents_of(plan: BuildPlan, task: int, reject: Callable[[BadRecordError], None]) -> Iterator[Document]:
-    """Yield the documents of a task. Raises UserError if a file changes while it is read."""
-    config = plan.config
-    for shard in plan.shards[task]:
-        check_unchanged(shard.input)
-        yield from read_shard(
-            shard, text_key=config.text_key, max_bytes=config.max_document_bytes, reject=reject
-        )
-        check_unchanged(shard.input)
 
 
 class Cleaning:
@@ -108,11 +106,11 @@ class Cleaning:
     def flush(self) -> None:
         batch, self._batch, self._size = self._batch, [], 0
         texts, kept = [document.text for document in batch], list[str]()
-        short = are_short(self._tokenizer, texts, self._least) if self._least else [False] * len(texts)
-        for document, is_short in zip(batch, short, strict=True):
+        short = set(find_short(self._tokenizer, texts, self._least)) if self._least else set()
+        for number, document in enumerate(batch):
             content = document.text.encode()
             self.counts["fixed/bytes"] += len(content) - document.num_bytes
-            if is_short:
+            if number in short:
                 remove(self.counts, "min_tokens", len(content))
                 continue
             self.counts["kept/documents"] += 1
@@ -129,22 +127,21 @@ def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documen
     counts[f"removed/{rule}/bytes"] += num_bytes
 
 
-def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
-    # the beginning decides, up to the end of a word: its tokens are those of the whole
+def find_short(tokenizer: Tokenizer, texts: list[str], least: int) -> Iterator[int]:
+    """Yield the indices of texts of fewer than `least` tokens."""
+    # the beginning decides, up to the end of a word: its tokens are the whole document's first ones
     heads, most = list[str](), least * BYTES_PER_TOKEN
     for text in texts:
         end = text.rfind(" ", 0, most)
         heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
-    short = list[bool]()
-    for ids, head, text in zip(tokenizer.encode_batch(heads), heads, texts, strict=True):
-        count = len(ids)
+    for number, (ids, head) in enumerate(zip(tokenizer.encode_batch(heads), heads, strict=True)):
+        count, text = len(ids), texts[number]
         if count < least and len(head) < len(text):
             count = sum(len(tokenizer.encode_batch([part])[0]) for part in segments(tokenizer, text))
-        short.append(count < least)
-    return short
+        if count < least:
+            yield number
 
 
 def save(path: Path, values: NDArray[np.generic]) -> Path:
-    """Write an array as .npy; return its path. Raises OSError."""
     write_atomic(path, lambda f: np.lib.format.write_array(f, values, allow_pickle=False))
     return path

@@ -8,7 +8,7 @@ A link is (a, v), a < v. Links of the documents of a range are reduced to stars:
 of a component. A star's link whose v is below the range belongs to a lower one. So `group` sweeps the ranges
 twice (time-forward processing, Chiang et al. 1995, "External-memory graph algorithms"). Downwards every v of
 a range gets one link (m, v). Upwards it gets its label, the least document of its component: m, or the label
-of m, which a lower range knows. Memory is that of a range's documents and as many links; what ranges tell
+of m, which a lower range knows. Memory holds a range's documents and as many links; what ranges tell
 each other lies in files, 16 bytes a link. A component larger than a range is sorted in memory; `verify` takes
 a kilobyte for each of its documents.
 """
@@ -44,7 +44,7 @@ def ranges(begin: int, end: int, most: int) -> Ids:
 def link(plan: BuildPlan, task: int) -> None:
     stage, total = plan.stages["link"], len(CleanTexts(plan))
     begin, end = total * task // stage.tasks, total * (task + 1) // stage.tasks
-    found, files = [load(path) for path in plan.stages["match"].files()], list[Path]()
+    band_links, files = [load(path) for path in plan.stages["match"].files()], list[Path]()
 
     def write(links: Ids) -> None:
         if len(links):
@@ -53,7 +53,7 @@ def link(plan: BuildPlan, task: int) -> None:
 
     for low, high in pairwise(ranges(begin, end, at_once(plan)).tolist()):
         kept = NO_LINKS
-        for block in blocks((links_between(links, low, high) for links in found), at_once(plan)):
+        for block in blocks((links_between(links, low, high) for links in band_links), at_once(plan)):
             kept, below = reduce(kept, block, low, high)
             write(below)
         write(kept)
@@ -68,23 +68,23 @@ def reduce(kept: Ids, links: Ids, low: int, high: int) -> tuple[Ids, Ids]:
 
 
 def links_between(links: Ids, low: int, high: int) -> Ids:
-    """Return those of links, sorted by their greater document [m, 2], where it is in [low, high)."""
+    """Return the links whose greater document is in [low, high), sorted by it: [m, 2]."""
     begin, end = np.searchsorted(links[:, 1], [low, high])
     return links[begin:end]
 
 
 def blocks(parts: Iterable[Ids], most: int) -> Iterator[Ids]:
     """Yield arrays joined and divided: `most` rows each, fewer in the last."""
-    held, size = list[Ids](), 0
+    pending, size = list[Ids](), 0
     for part in parts:
         while size + len(part) >= most:
-            yield np.concatenate([*held, part[: most - size]])
-            held, size, part = [], 0, part[most - size :]
+            yield np.concatenate([*pending, part[: most - size]])
+            pending, size, part = [], 0, part[most - size :]
         if len(part):
-            held.append(np.array(part))
+            pending.append(np.array(part))
             size += len(part)
     if size:
-        yield np.concatenate(held)
+        yield np.concatenate(pending)
 
 
 class PairFiles:
@@ -115,11 +115,11 @@ def group(plan: BuildPlan, _: int) -> None:
     token = secrets.token_hex(4)  # another process may do this task, on a node that was given up
     prefix = f"{stage.folder}/.{token}"
     bounds = ranges(0, len(CleanTexts(plan)), most)
-    found = label_documents([load(path) for path in plan.stages["link"].files()], bounds, prefix, most)
+    labelled = label_documents([load(path) for path in plan.stages["link"].files()], bounds, prefix, most)
     members, starts = (Path(f"{prefix}-{name}.partial") for name in ("members", "starts"))
     with open(members, "wb") as members_file, open(starts, "wb") as starts_file:
         for number in range(len(bounds) - 1):
-            labels, documents = found.of(number).T
+            labels, documents = labelled.of(number).T
             firsts = np.unique(labels)
             keys, documents = np.concatenate([firsts, labels]), np.concatenate([firsts, documents])
             order = np.lexsort((documents, keys))
@@ -142,7 +142,7 @@ def label_documents(linked: list[Ids], bounds: Ids, prefix: str, most: int) -> P
     `linked` are links [m, 2] sorted by their greater document, `bounds` the ranges [ranges + 1];
     `prefix` begins the names of files.
     """
-    carried, asked, labels, found = (
+    carried, asked, labels, by_label = (
         PairFiles(f"{prefix}-{name}", bounds) for name in ("carried", "asked", "labels", "found")
     )
     numbered = list(enumerate(pairwise(bounds.tolist())))
@@ -158,13 +158,13 @@ def label_documents(linked: list[Ids], bounds: Ids, prefix: str, most: int) -> P
     for number, _ in numbered:
         known = np.array(labels.of(number))
         known = known[np.argsort(known[:, 1])]
-        found.add(known, known[:, 0])
+        by_label.add(known, known[:, 0])
         for block in blocks([asked.of(number)], most):  # (document of this range, one of a higher range)
             at = np.searchsorted(known[:, 1], block[:, 0])
             is_known = np.append(known[:, 1], -1)[at] == block[:, 0]
             block[is_known, 0] = known[at[is_known], 0]
             labels.add(block, block[:, 1])
-    return found
+    return by_label
 
 
 def gather(plan: BuildPlan, _: int) -> None:

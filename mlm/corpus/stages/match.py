@@ -85,22 +85,17 @@ def match(plan: BuildPlan, task: int) -> None:
     passes = max(1, -(-len(texts) // (parts * most)))
     files = []
     for residue in range(part, parts * passes, parts):
-        documents, keys = keys_with(texts, band, residue, parts * passes)
-        links = documents[links_of_band(keys)]
+        # equal keys have equal residues, so a pass over some of the keys finds all of their links
+        documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+        for shard, first in enumerate(texts.firsts[:-1]):
+            of_shard = texts.keys_of(shard)[band]
+            chosen = np.flatnonzero(of_shard % np.uint64(parts * passes) == residue)
+            documents.append(chosen + first)
+            keys.append(of_shard[chosen])
+        links = np.concatenate(documents)[links_of_band(np.concatenate(keys))]
         links = links[np.argsort(links[:, 1], kind="stable")]
         files.append(save(stage.folder / f"{task:05d}-{residue:05d}.npy", links))
     stage.finish(task, {}, files)
-
-
-def keys_with(texts: CleanTexts, band: int, residue: int, modulus: int) -> tuple[Ids, NDArray[np.uint64]]:
-    """Return the documents, in order, whose keys of a band have a residue, and these keys: [k] each."""
-    documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
-    for shard, first in enumerate(texts.firsts[:-1]):
-        of_shard = texts.keys_of(shard)[band]
-        chosen = np.flatnonzero(of_shard % np.uint64(modulus) == residue)
-        documents.append(chosen + first)
-        keys.append(of_shard[chosen])
-    return np.concatenate(documents), np.concatenate(keys)
 
 
 def verify(plan: BuildPlan, task: int) -> None:
@@ -116,17 +111,6 @@ def verify(plan: BuildPlan, task: int) -> None:
             duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
     removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
     stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", np.sort(removed))])
-
-
-def removal_mask(plan: BuildPlan, task: int) -> NDArray[np.bool_]:
-    """Mask of a task's documents to remove: bool [documents]."""
-    folder = plan.stages["gather"].folder
-    begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
-    near = load(folder / "near.npy")
-    first, last = np.searchsorted(near, [begin, end])
-    mask = np.zeros(end - begin, dtype=bool)
-    mask[near[first:last] - begin] = True
-    return mask
 
 
 def load(path: Path) -> NDArray[Any]:

@@ -46,21 +46,20 @@ def passages_of(plan: BuildPlan, content: bytes) -> Iterator[tuple[str, bytes]]:
     assert plan.held_out is not None
     bounds = [0]
     for rest in list(accumulate(reversed(plan.held_out)))[::-1]:
-        bounds.append(split_before(content, round(len(content) * (1 - rest)), bounds[-1]))
+        # split at the last end of a paragraph, else of a line, else of a word
+        target = round(len(content) * (1 - rest))
+        begin = max(bounds[-1], target - SEARCHED)
+        window = content[begin:target]
+        for end_pattern in (rb"\n[ \t\r]*\n", rb"\n", rb"\s"):
+            if ends := list(re.finditer(end_pattern, window)):
+                bounds.append(begin + ends[-1].end())
+                break
+        else:
+            at = len(window)
+            while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
+                at -= 1
+            bounds.append(begin + max(0, at - 1) if at else target)
     bounds.append(len(content))
     for part, (begin, end) in zip(plan.parts, pairwise(bounds), strict=True):
         if begin < end:
             yield part, content[begin:end]
-
-
-def split_before(content: bytes, target: int, least: int) -> int:
-    """Return the last position in (least, target] where a paragraph, a line or a word ends."""
-    begin = max(least, target - SEARCHED)
-    window = content[begin:target]
-    for end in (rb"\n[ \t\r]*\n", rb"\n", rb"\s"):
-        if ends := list(re.finditer(end, window)):
-            return begin + ends[-1].end()
-    at = len(window)
-    while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
-        at -= 1
-    return begin + max(0, at - 1) if at else target

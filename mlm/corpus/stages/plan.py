@@ -80,9 +80,9 @@ class BuildPlan:
     special: tuple[int, int | None]
     """Tokens that end a document and begin a sequence."""
     evaluation: str | None
-    """Digest of the evaluation texts to keep out, None where there are none."""
+    """Digest of the evaluation texts to keep out, or None."""
     parts: tuple[str, ...]
-    """Parts of the corpus: those of the input folder, or those with a share."""
+    """Parts of the corpus: the input folder's, or the ones with a share."""
     is_divided: bool
     """True if documents are assigned to parts; False if the input folder has parts."""
     stages: dict[str, BuildStage]
@@ -95,9 +95,6 @@ class BuildPlan:
     def of_task(self, task: int) -> "BuildPlan":
         """Return the plan for a worker: the memory of one does not grow with the files of the build."""
         return replace(self, shards={task: self.shards[task]} if task in self.shards else {})
-
-    def size_of(self, task: int) -> int:
-        return sum(shard.end - shard.begin for shard in self.shards[task])
 
     def load_tokenizer(self) -> Tokenizer:
         return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, *self.special)

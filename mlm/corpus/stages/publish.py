@@ -34,9 +34,10 @@ def merge(plan: BuildPlan, task: int) -> None:
 
 
 def publish(plan: BuildPlan, out: Path) -> list[str]:
-    """Move the merged files into the corpus folder; their names are returned. Raises OSError.
+    """Move the merged files into the corpus folder, with the list of rejected records if there are any.
 
-    An .idx vouches for its .bin, so it comes second. Parts of a command that was killed here are deleted.
+    Returns their names. An .idx vouches for its .bin, so it comes second. Parts of a command that was killed
+    here are deleted. Raises OSError.
     """
     merged = plan.stages["merge"].folder
     names = [path(Path(part)).name for part in plan.parts for path in (bin_path, idx_path)]
@@ -46,6 +47,16 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
     for name in names:
         os.replace(merged / name, out / name)
     fsync_directory(out)
+    shards = [shard for shard in rejected_shards(plan) if shard.stat().st_size]
+
+    def write(f: Any) -> None:
+        for shard in shards:
+            with open(shard, "rb") as lines:
+                shutil.copyfileobj(lines, f)
+
+    if shards:
+        write_atomic(out / REJECTED, write)
+        names.append(REJECTED)
     return names
 
 
@@ -112,19 +123,6 @@ def describe_removed(gone: dict[str, int]) -> str:
 def rejected_shards(plan: BuildPlan) -> list[Path]:
     stage = plan.stages["clean"]
     return [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]
-
-
-def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
-    shards = [shard for shard in rejected_shards(plan) if shard.stat().st_size]
-
-    def write(f: Any) -> None:
-        for shard in shards:
-            with open(shard, "rb") as lines:
-                shutil.copyfileobj(lines, f)
-
-    if shards:
-        write_atomic(out / REJECTED, write)
-    return [REJECTED] if shards else []
 
 
 def summary(out: Path, receipt: Facts) -> Group:

@@ -34,7 +34,6 @@ LOOK_S, NODE_S = 5.0, 300.0
 
 
 def executor_problems(config: ExecutorConfig) -> list[str]:
-    """Return problems of the settings: Ray is missing, or nothing answers at the address."""
     problems = list[str]()
     if config.kind == "ray" and attempt(problems, lambda: load_extra("ray", "executor=ray", "ray")):
         address = config.address or os.environ.get("RAY_ADDRESS", "")
@@ -58,7 +57,7 @@ class RayExecutor:
         self._running = dict[Any, tuple[int, str]]()
         """Of each generator its task and the id of its node, "" before it has one."""
         self._progress = time.monotonic()
-        """When a task told something, or there was a node with a core."""
+        """Time at which a task last reported, or a node had a core."""
         self._lost = Counter[str]()
 
     def __enter__(self) -> Self:
@@ -152,19 +151,19 @@ def run_on_node(
     Of the command: `cwd`, to which paths may be relative; `token`, content of the marker in `out`, which
     tells this folder from another of its name; `expected`, versions that the output depends on.
     """
-    node, marker, seen = socket.gethostname(), plan.work.parent / MARKER, b""
+    node, marker, marker_content = socket.gethostname(), plan.work.parent / MARKER, b""
     os.environ["RAYON_NUM_THREADS"] = "1"  # a core for each task; read when `tokenizers` first encodes
     with suppress(OSError):
         os.chdir(cwd)
     with suppress(OSError):
-        seen = marker.read_bytes()
+        marker_content = marker.read_bytes()
     if here := [f"{name} {value}" for name, value in versions().items() if expected.get(name) != value]:
         problem = f"node {node} has {', '.join(here)}, unlike the command's"
         raise executor_error(problem, "install the same versions on all nodes")
     files = [s.path for s in plan.shards.get(task, ()) if s.kind != "hub" and not is_stored(s.path)]
     unseen = [file for file in files if not os.path.exists(file)]
-    if seen != token or unseen:
-        problem = f"node {node} does not see {marker.parent if seen != token else unseen[0]}"
+    if marker_content != token or unseen:
+        problem = f"node {node} does not see {marker.parent if marker_content != token else unseen[0]}"
         raise executor_error(problem, "choose folders that all nodes share")
     try:
         run_task(plan, stage, task)

@@ -67,8 +67,8 @@ def run_stages(plan: BuildPlan, executor: Executor) -> None:
             for task in range(stage.tasks)
             if stage.marker(task).name not in markers or not stage.is_done(task)
         ]
-        if stage.tasks == len(plan.shards):
-            tasks.sort(key=plan.size_of, reverse=True)  # the last to finish is then a short one
+        if stage.tasks == len(plan.shards):  # largest first: the last to finish is then a short one
+            tasks.sort(key=lambda task: -sum(shard.end - shard.begin for shard in plan.shards[task]))
         with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
             executor.run(plan, stage, tasks, advance)
 
@@ -92,7 +92,12 @@ class LocalExecutor:
             return
         if self._pool is None:
             self._context.set_forkserver_preload(["mlm.corpus.stages.run"])  # imported once, not per worker
-            ignore_interrupts_in_workers()
+            # Worker processes inherit the signals of their server: Ctrl-C is this process's, which ends them.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                multiprocessing.forkserver.ensure_running()
+            finally:
+                signal.signal(signal.SIGINT, before)
             self._pool = ProcessPoolExecutor(
                 self.count, mp_context=self._context, initializer=start_worker, initargs=(self._theirs,)
             )
@@ -120,18 +125,6 @@ class LocalExecutor:
             self._pool.shutdown(cancel_futures=True)
         self._ours.close()
         self._theirs.close()
-
-
-def ignore_interrupts_in_workers() -> None:
-    """Have worker processes ignore Ctrl-C: this process receives it and ends them.
-
-    They inherit the settings of their server.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def start_worker(pipe: Connection) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 
 from mlm.corpus.benchmarks import load_benchmarks
 from mlm.corpus.config import DecontaminateConfig
-from mlm.corpus.decontaminate import NGramIndex, count_matches
+from mlm.corpus.decontaminate import NGramIndex
 from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, remove
-from mlm.corpus.stages.match import removal_mask
+from mlm.corpus.stages.match import load
 from mlm.corpus.stages.passages import passages_of
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan
 from mlm.data.corpus_files import parse_split, split_of_document
@@ -28,7 +28,7 @@ PART_COUNTS = ("documents", "sequences", "tokens", "bytes", "end_tokens")
 """Counts of a part: tokens with end-of-document tokens, UTF-8 bytes of text (for bits per byte), and
 end-of-document tokens, which are those after documents, as no text holds one."""
 MATCHES = "matches/"
-"""Begins the counts of `count_matches`."""
+"""Begins the counts of documents with a match (`NGramIndex.report`)."""
 NEAR_DUPLICATE = "near_duplicate"
 
 T = TypeVar("T")
@@ -73,7 +73,10 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
             if cleaned is None or cleaned.outcome == "kept":
                 yield Piece(part, text, len(content), unit)
                 continue
-            count_matches(matches, cleaned)
+            matches[cleaned.outcome] += 1
+            matches["letters"] += cleaned.letters_removed
+            matches.update({f"set {match.set}" for match in cleaned.matches})
+            matches.update({f"text {match.number}" for match in cleaned.matches})
             if cleaned.outcome == "dropped":
                 remove(counts, "contaminated", len(content), unit)
                 continue
@@ -89,12 +92,16 @@ def parts_of_documents(
     plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the documents of a task or their passages, and their parts: NEAR_DUPLICATE of one to remove."""
-    config = plan.config
-    near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
+    config, is_near_duplicate = plan.config, np.zeros(len(texts), dtype=bool)
+    if config.dedup.enabled:
+        folder = plan.stages["gather"].folder
+        first, removed = int(load(folder / "firsts.npy")[task]), load(folder / "near.npy")
+        begin, end = np.searchsorted(removed, [first, first + len(texts)])
+        is_near_duplicate[removed[begin:end] - first] = True
     shares, split = parse_split(config.split), plan.shards[task][0].input.split
     for number in range(len(texts)):
         content = texts[number].tobytes()
-        if near[number]:
+        if is_near_duplicate[number]:
             yield NEAR_DUPLICATE, content
         elif plan.held_out is None:
             yield split or split_of_document(content, shares, config.seed), content

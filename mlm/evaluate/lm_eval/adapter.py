@@ -1,6 +1,10 @@
-"""Our checkpoints as a model of EleutherAI's lm-eval (pip install 'mlm[lm-eval]'), in its one process.
+"""Our checkpoints as a model of EleutherAI's lm-eval (pip install 'mlm[lm-eval]').
 
     mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare --tasks lambada_openai
+    torchrun --nproc-per-node 2 -m mlm.evaluate.lm_eval --model mlm …
+
+Under torchrun every rank of a host runs lm-eval on all requests, and the replicas share their scoring; the
+first writes the results.
 
 `mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval`, is lm-eval's command line with the model `mlm` registered:
 lm-eval (0.4) finds models of other packages only when these are imported. In Python, import this module
@@ -23,6 +27,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import build
 from mlm.convert.source import Source
 from mlm.evaluate.lm_eval.config import LmEvalConfig
@@ -30,16 +35,14 @@ from mlm.inference.config import DECLARED, Sampling, declared_sampling
 from mlm.inference.generation import ends_at, generate
 from mlm.inference.scoring import Request, Score, rolling_windows, score
 from mlm.inference.trained import load_trained, open_predictor
-from mlm.launch.environment import read_rank_place
-from mlm.launch.process import ALONE, rank_device
+from mlm.launch.environment import read_rank_position
+from mlm.launch.join import build_mesh
 from mlm.launch.rules.checks import checked_by, checkpoint_exists, devices_exist, tokenizer_exists
 from mlm.launch.rules.layout import READER_RULES
 from mlm.launch.start import launch_facts
-from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, UserError
+from mlm.util.files import digest_bytes
 
-IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
-"""Settings of tasks for `transformers` that describe our default behaviour."""
 check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
@@ -58,7 +61,8 @@ class MlmLM(TemplateLM):
         longest = self.source.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size = config.batch_size
-        self.ctx = ParallelContext(device=rank_device(config.dist, ALONE))
+        parallel, dist = config.parallel, config.dist
+        self.ctx = build_mesh(tp=parallel.tp, pp=parallel.pp, device=dist.device, timeout_s=dist.timeout_s)
         self.trained = load_trained(self.source, config.parallel, config.precision, self.ctx)
 
     @classmethod
@@ -99,7 +103,6 @@ class MlmLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name under which lm-eval caches tokenised requests."""
         return f"{self.tokenizer.digest}{self.settings.add_bos_token}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
@@ -138,7 +141,15 @@ class MlmLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
+    def _check_equal(self, requests: Sequence[Tokens]) -> None:
+        """Raise UserError if ranks have other requests, as caches (--use_cache) that a kill left may."""
+        digests = Ranks.of(self.ctx).all_gather(digest_bytes(repr(requests).encode()))
+        if len(set(digests)) > 1:
+            raise UserError("the ranks have different requests; delete the caches of --use_cache")
+
     def _scores(self, requests: Sequence[Request], disable_tqdm: bool) -> list[Score]:
+        self._check_equal([[request.first, *request.tokens.tolist()] for request in requests])
+        disable_tqdm |= not self.ctx.is_main
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
             return score(self.trained, requests, batch_size=self.batch_size, ctx=self.ctx, advance=bar.update)
 
@@ -156,7 +167,7 @@ class MlmLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to the first of the task's stops."""
-        texts = [""] * len(requests)
+        texts, disable_tqdm = [""] * len(requests), disable_tqdm or not self.ctx.is_main
         by_arguments: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_arguments.setdefault(repr(request.args[1]), []).append(number)
@@ -166,6 +177,7 @@ class MlmLM(TemplateLM):
                 room = self.max_length - options.max_new_tokens
                 contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
                 prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
+                self._check_equal(prompts)
                 continued = generate(
                     self.trained,
                     prompts,
@@ -197,7 +209,9 @@ class MlmLM(TemplateLM):
         options = Sampling(max_new_tokens=most, seed=self.settings.seed, batch_size=self.batch_size, **values)
         if problems := options.problems():
             raise ConfigError(problems)
-        unknown = {key: value for key, value in given.items() if IGNORED.get(key) != value}
+        # settings of tasks for `transformers` that describe what mlm does anyway
+        ignored = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
+        unknown = {key: value for key, value in given.items() if ignored.get(key) != value}
         if unknown:
             raise UserError(
                 f"generation arguments {unknown}: the model mlm has none of these, leave them out"
@@ -225,12 +239,14 @@ def settings(arguments: dict[str, Any]) -> tuple[LmEvalConfig, Source]:
             )
         # lm-eval's command passes cuda:0 by default, with or without a GPU
         values["dist.device"] = "auto" if device == "cuda:0" else kind
-    if read_rank_place(os.environ) is not None:
-        raise UserError("lm-eval was started as one of several ranks: start it without a launcher")
+    position = read_rank_position(os.environ)
+    world_size = 1 if position is None else position.world_size
+    if position is not None and position.local_world_size < world_size:
+        raise UserError(f"WORLD_SIZE={world_size}: lm-eval runs on the ranks of one host; start them there")
 
     def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
-        return check_settings(config, world_size=1, local_devices=facts.local_devices)
+        return check_settings(config, world_size=world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
     return config, open_predictor(config.ckpt, config.parallel)

@@ -17,16 +17,15 @@ from mlm.evaluate.zero_shot.protocol import (
     exp,
     exp_stderr,
     mean,
-    mean_stderr,
 )
 from mlm.evaluate.zero_shot.sources import EvalTexts
-from mlm.inference.scoring import Request, Score, request_after
+from mlm.inference.scoring import Request, Score, mean_stderr, request_after
 from mlm.util.errors import UserError
 
 MAX_PLACES = 20
 """Places of truncated and omitted passages in a receipt; it counts all."""
 Cloze = tuple[list[int], list[int]]
-"""Tokens of the context, and of the word to be predicted."""
+"""Tokens of the context, and of the word to be predicted; empty for a passage without either."""
 
 
 def protocols(
@@ -54,35 +53,25 @@ def strict_cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, li
     The word is what follows the last white space; context and word are tokenised apart. Raises UserError if
     no passage can be scored.
     """
-    return build("lambada", V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
+    contexts, words = list[str](), list[str]()
+    for text in source.texts[:limit]:
+        word = (text.split() or [""])[-1]
+        contexts.append(text[: text.rfind(word)].strip())
+        words.append(f" {word}" if contexts[-1] else "")
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
+    splits = [(context.tolist(), word.tolist()) for context, word in pairs]
+    return build("lambada", V1, source, splits, seq_length)
 
 
 def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Accuracy and perplexity of lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada).
 
-    The word is what follows the last space; its tokens are those of the whole passage, without as many as
+    The word is what follows the last space; its tokens are the whole passage's, without as many as
     the context alone has. The two are one protocol on two forms of the data. Raises UserError if no passage
     can be scored.
     """
-    task = "lambada_standard" if source.form.startswith("lower") else "lambada_openai"
-    return build(task, LM_EVAL, source, joint_splits(source.texts[:limit], tokenizer), seq_length)
-
-
-def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
-    """Context and last word of each passage, tokenised apart; empty for a passage without either."""
-    contexts, words = list[str](), list[str]()
-    for text in texts:
-        word = (text.split() or [""])[-1]
-        contexts.append(text[: text.rfind(word)].strip())
-        words.append(f" {word}" if contexts[-1] else "")
-    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(words), strict=True)
-    return [(context.tolist(), word.tolist()) for context, word in pairs]
-
-
-def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
-    """Tokens of each passage, divided at the number of its context's tokens."""
     contexts, passages, splits = list[str](), list[str](), list[Cloze]()
-    for text in texts:
+    for text in source.texts[:limit]:
         context, _, word = text.rpartition(" ")
         passages.append(f"{context} {word}" if len(text.split()) > 1 else "")
         contexts.append(context.rstrip() if passages[-1] else "")
@@ -91,7 +80,8 @@ def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
         # without a space, as in "one\ntwo", lm-eval takes the full passage for the word
         context_ids = begin.tolist() or [tokenizer.prefix_id]
         splits.append((context_ids, tokens.tolist()[len(begin) :]))
-    return splits
+    task = "lambada_standard" if source.form.startswith("lower") else "lambada_openai"
+    return build(task, LM_EVAL, source, splits, seq_length)
 
 
 def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_length: int) -> Protocol:
@@ -100,19 +90,19 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
     A passage longer than the model reads loses tokens at its beginning. One without context or word, or with
     too long a word, is omitted. Both are counted.
     """
-    places, truncated, skipped, requests = source.places, list[str](), list[str](), list[Request]()
-    for place, (context, word) in zip(places, splits, strict=False):
+    locations, truncated, skipped, requests = source.locations, list[str](), list[str](), list[Request]()
+    for location, (context, word) in zip(locations, splits, strict=False):
         if not context or not word or len(word) > seq_length:
-            skipped.append(place)
+            skipped.append(location)
             continue
         room = seq_length + 1 - len(word)
         if len(context) > room:
-            truncated.append(place)
+            truncated.append(location)
         requests.append(request_after(context[-room:], word))
     if not requests:
         raise UserError(
             f"{source.name}: no passage has a context and a word of up to {seq_length} tokens "
-            f"(the first is {places[0]}); give passages of two words or more"
+            f"(the first is {locations[0]}); give passages of two words or more"
         )
     warnings = []
     for listed, problem in (

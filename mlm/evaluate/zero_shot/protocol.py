@@ -36,19 +36,6 @@ class Protocol:
     """Texts left out or truncated, and a text that is not of the protocol's form."""
 
 
-def deduplicate(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Distinct requests, and for each given one its index among them: protocols share requests."""
-    index: dict[tuple[bytes, int], int] = {}
-    distinct, where = list[Request](), list[int]()
-    for request in requests:
-        key = (request.tokens.tobytes(), request.first)
-        if key not in index:
-            index[key] = len(distinct)
-            distinct.append(request)
-        where.append(index[key])
-    return distinct, where
-
-
 # ----- means and perplexities with their standard errors; sums are float64 sums by fsum
 
 
@@ -59,18 +46,6 @@ def exp(x: float) -> float:
 
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def mean_stderr(values: Sequence[float]) -> float | None:
-    """Standard error of a mean: the sample's deviation (over n - 1) over sqrt(n); None for n < 2.
-
-    For zeros and ones of mean p this is sqrt(p (1 - p) / (n - 1)), as in lm_eval/api/metrics.py.
-    """
-    n = len(values)
-    if n < 2:
-        return None
-    centre = mean(values)
-    return math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (n - 1) / n)
 
 
 def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | None:
@@ -88,5 +63,5 @@ def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | Non
 
 
 def exp_stderr(x: float, stderr: float | None) -> float | None:
-    """Standard error of exp(x) from that of x, to first order."""
+    """Standard error of exp(x) from x's, to first order."""
     return None if stderr is None else exp(x) * stderr

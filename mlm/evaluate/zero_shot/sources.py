@@ -22,7 +22,7 @@ class EvalTexts:
     form: str
     """The form of the data set, in words."""
     texts: tuple[str, ...]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     """Location of each text: file:line."""
     digest: str
     """Digest of the texts, in any file format, as `xxh3:<hex>`."""
@@ -47,23 +47,24 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
         bring = f"{'wiki.test.raw' if raw else 'wiki.test.tokens'} as a file"
         rows = hub_records("Salesforce/wikitext", name, "test", key=key, bring=bring)
         text = text_of_lines([row["text"] for row in rows])
-        return make_wikitext(f"Salesforce/wikitext {name} test", text, None)
-    if form_of(Path(path)) in SUFFIXES:
-        rows_of_file = read_column(path, ("page", "text"))
-        texts, keys = [text for _, _, text in rows_of_file], {key for _, key, _ in rows_of_file}
-        text = "\n".join(texts) if keys == {"page"} else text_of_lines(texts)
+        name, file_digest = f"Salesforce/wikitext {name} test", None
     else:
-        text = read_input_text(path)
-    if len(text.split()) < 2:
-        raise UserError(f"{key}={path}: holds no text: give wiki.test.tokens, or a file of its form")
-    return make_wikitext(path, text, digest_file(Path(path)))
-
-
-def make_wikitext(name: str, text: str, file_digest: str | None) -> EvalTexts:
-    form = "with <unk> for rare words (wikitext-103-v1)" if "<unk>" in text else "raw (no <unk>)"
-    digest = digest_bytes(text.encode(errors="surrogatepass"))
+        if form_of(Path(path)) in SUFFIXES:
+            rows_of_file = read_column(path, ("page", "text"))
+            texts, keys = [text for _, _, text in rows_of_file], {key for _, key, _ in rows_of_file}
+            text = "\n".join(texts) if keys == {"page"} else text_of_lines(texts)
+        else:
+            text = read_input_text(path)
+        if len(text.split()) < 2:
+            raise UserError(f"{key}={path}: holds no text: give wiki.test.tokens, or a file of its form")
+        name, file_digest = path, digest_file(Path(path))
     return EvalTexts(
-        name=name, form=form, texts=(text,), places=(name,), digest=digest, file_digest=file_digest
+        name=name,
+        form="with <unk> for rare words (wikitext-103-v1)" if "<unk>" in text else "raw (no <unk>)",
+        texts=(text,),
+        locations=(name,),
+        digest=digest_bytes(text.encode(errors="surrogatepass")),
+        file_digest=file_digest,
     )
 
 
@@ -110,15 +111,15 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
         bring = "a .jsonl with a passage under `text` in each line"
         texts = [row["text"] for row in hub_records(name, config, "test", key=key, bring=bring)]
         name, file_digest = f"{name} test", None
-        places = [f"{name} row {n}" for n in range(1, len(texts) + 1)]
+        locations = [f"{name} row {n}" for n in range(1, len(texts) + 1)]
     else:
         name = path
         if form_of(Path(path)) in SUFFIXES:
             rows = read_column(path, ("text",))
-            places, texts = [place for place, _, _ in rows], [text for _, _, text in rows]
+            locations, texts = [location for location, _, _ in rows], [text for _, _, text in rows]
         else:
             texts = read_input_text(path).removesuffix("\n").split("\n")
-            places = [f"{path}:{n}" for n in range(1, len(texts) + 1)]
+            locations = [f"{path}:{n}" for n in range(1, len(texts) + 1)]
         file_digest = digest_file(Path(path))
     if not any(texts):
         raise UserError(f"{key}={path}: holds no passage: give a .jsonl with `text` in each line")
@@ -129,7 +130,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
         name=name,
         form=form,
         texts=tuple(texts),
-        places=tuple(places),
+        locations=tuple(locations),
         digest=digest_bytes(json.dumps(texts).encode()),
         file_digest=file_digest,
     )
@@ -139,16 +140,16 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
 
 
 def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(place, key, text) of each row of a file of SUFFIXES, with the text of the first of `keys` it has.
+    """(location, key, text) of each row of a file of SUFFIXES, with the text of the first of `keys` it has.
 
     Raises UserError, CorruptFileError.
     """
     rows = []
-    for place, record in read_records(Path(path)):
+    for location, record in read_records(Path(path)):
         key = next((key for key in keys if isinstance(record.get(key), str)), None)
         if key is None:
-            raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
+            raise UserError(f"{location}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
         if not record[key].isascii() and (half := lone_surrogate(record[key])) is not None:
-            raise UserError(f"{place}: holds {half}: fix or delete it")
-        rows.append((place, key, record[key]))
+            raise UserError(f"{location}: holds {half}: fix or delete it")
+        rows.append((location, key, record[key]))
     return rows

@@ -16,7 +16,7 @@ SEVERITY: tuple[Status, ...] = ("ok", "warn", "fail")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of one check."""
 
     check: str
@@ -27,40 +27,41 @@ class Finding:
     """Ranks with this status, in a row over all ranks; empty if all of them are ok."""
 
 
-def finding(check: str, result: str, remedy: str, *, fails: bool = False, warns: bool = False) -> Finding:
+def check_result(
+    check: str, result: str, remedy: str, *, fails: bool = False, warns: bool = False
+) -> CheckResult:
     """Return a finding whose status is the worst that holds."""
-    return Finding(check, "fail" if fails else "warn" if warns else "ok", result, remedy)
+    return CheckResult(check, "fail" if fails else "warn" if warns else "ok", result, remedy)
 
 
-def rows_of(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+def rows_of(by_rank: Sequence[Sequence[CheckResult]], hosts: Sequence[str]) -> list[CheckResult]:
     """Return one finding for each check: the worst of its results, with the ranks that have it.
 
     `by_rank` and `hosts` are in rank order.
     """
     rows = []
-    for check in dict.fromkeys(found.check for findings in by_rank for found in findings):
+    for check in dict.fromkeys(result.check for results in by_rank for result in results):
         worst_of_rank = {
-            rank: max(results, key=lambda found: SEVERITY.index(found.status))
-            for rank, findings in enumerate(by_rank)
-            if (results := [found for found in findings if found.check == check])
+            rank: max(of_check, key=lambda result: SEVERITY.index(result.status))
+            for rank, results in enumerate(by_rank)
+            if (of_check := [result for result in results if result.check == check])
         }
-        status = max((found.status for found in worst_of_rank.values()), key=SEVERITY.index)
-        ranks = tuple(rank for rank, found in worst_of_rank.items() if found.status == status)
+        status = max((result.status for result in worst_of_rank.values()), key=SEVERITY.index)
+        ranks = tuple(rank for rank, result in worst_of_rank.items() if result.status == status)
         first = worst_of_rank[ranks[0]]
         if status == "ok":
-            texts = list(dict.fromkeys(found.result for found in worst_of_rank.values()))
-            rows.append(Finding(check, status, "; ".join(texts[:3]) + ("; …" if texts[3:] else "")))
+            texts = list(dict.fromkeys(result.result for result in worst_of_rank.values()))
+            rows.append(CheckResult(check, status, "; ".join(texts[:3]) + ("; …" if texts[3:] else "")))
         elif list(worst_of_rank) == [0]:  # the only rank, or rank 0 has compared all
             ranks = (0,) if len(hosts) == 1 else ()
-            rows.append(Finding(check, status, first.result, first.remedy, ranks))
+            rows.append(CheckResult(check, status, first.result, first.remedy, ranks))
         else:
-            result = f"{ranks_with_hosts(ranks, hosts)}: {first.result}"
-            rows.append(Finding(check, status, result, first.remedy, ranks))
+            text = f"{ranks_with_hosts(ranks, hosts)}: {first.result}"
+            rows.append(CheckResult(check, status, text, first.remedy, ranks))
     return rows
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that numbers depend on."""
     return {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -74,8 +75,8 @@ def different_versions(hosts: Sequence[str], by_rank: Sequence[Mapping[str, str]
         if others:
             other = by_rank[others[0]].get(name)
             same = [rank for rank in others if by_rank[rank].get(name) == other]
-            there, here = ranks_with_hosts(same, hosts), ranks_with_hosts([0], hosts)
-            return f"{name} {other} on {there}, {first} on {here}"
+            differing, main = ranks_with_hosts(same, hosts), ranks_with_hosts([0], hosts)
+            return f"{name} {other} on {differing}, {first} on {main}"
     return ""
 
 

@@ -15,9 +15,9 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
-    Finding,
+    CheckResult,
+    check_result,
     different_versions,
-    finding,
     ranks_with_hosts,
     versions,
 )
@@ -41,11 +41,10 @@ SHARE = "name a folder on a file system that all hosts mount (out)"
 
 
 def folder_of(config: DoctorConfig) -> Path:
-    """Return the folder whose disk is checked."""
     return Path.cwd() if config.out is None or is_stream(config.out) else Path(config.out).absolute().parent
 
 
-def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) -> list[Finding]:
+def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) -> list[CheckResult]:
     """Judge a folder as this rank sees it; only a folder for the trial is made in it. Collective."""
     ranks = Ranks.of(ctx)
     trial = folder / f".mlm-doctor-{ranks.broadcast(uuid.uuid4().hex)}"
@@ -60,9 +59,9 @@ def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) 
                 problem = str(error.strerror)
         if problem := str(ranks.broadcast(problem)):
             remedy = "make it writable or free some space there, or name another out"
-            return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
+            return [CheckResult(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         problem, _, remedy = sharing_problems(trial, ctx)[ctx.rank].partition("; ")
-        shared = finding(SHARED, problem or str(folder), remedy, fails=bool(problem))
+        shared = check_result(SHARED, problem or str(folder), remedy, fails=bool(problem))
         others = [_check_rename(trial, ctx)]
         if is_first_of_host:  # all hosts write at once, as they save checkpoints
             others.append(_check_speed(trial / f"speed-{ctx.rank}"))
@@ -74,7 +73,7 @@ def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) 
 def sharing_problems(folder: Path, ctx: ParallelContext) -> list[str]:
     """Return the problem of each rank, empty for none: it cannot write, or does not see what others wrote.
 
-    All look for the file of rank 0, and rank 0 for those of all. Collective.
+    All look for the file of rank 0, and rank 0 for all files. Collective.
     """
     ranks, path, problem = Ranks.of(ctx), folder / f".mlm-doctor-{ctx.rank}", ""
     content = uuid.uuid4().hex
@@ -108,7 +107,7 @@ def wait_for_content(path: Path, content: str, wait_s: float) -> bool:
         time.sleep(0.02)
 
 
-def _check_rename(trial: Path, ctx: ParallelContext) -> Finding:
+def _check_rename(trial: Path, ctx: ParallelContext) -> CheckResult:
     """Rank 0 replaces a file, which the others must see whole."""
     problem = ""
     try:
@@ -120,10 +119,10 @@ def _check_rename(trial: Path, ctx: ParallelContext) -> Finding:
     if not problem and not wait_for_content(trial / "replaced", "second", SEEN_S):
         problem = f"a file that rank 0 replaced keeps its old content for {SEEN_S:g} s"
     remedy = "checkpoints need it: name an out on a local or cluster file system, not FUSE or S3"
-    return finding(RENAMED, problem or "replaces a file whole", remedy, fails=bool(problem))
+    return check_result(RENAMED, problem or "replaces a file whole", remedy, fails=bool(problem))
 
 
-def _check_speed(path: Path) -> Finding:
+def _check_speed(path: Path) -> CheckResult:
     """Write a file that no disk compresses."""
     piece, written, begin, seconds = os.urandom(PIECE), 0, time.monotonic(), 0.0
     try:
@@ -136,26 +135,24 @@ def _check_speed(path: Path) -> Finding:
     except OSError as error:
         remedy = "free some space there, or name an out on another disk"
         text = f"{error.strerror} within {format_bytes(PIECES * PIECE)} ({path.parent.parent})"
-        return Finding(SPEED, "fail", text, remedy)
+        return CheckResult(SPEED, "fail", text, remedy)
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
     speed = written / max(seconds, 1e-9)
-    text, remedy = (
-        f"{format_bytes(int(speed))}/s",
-        "name an out on a faster disk, or raise checkpoint.save_every",
-    )
+    text = f"{format_bytes(int(speed))}/s"
     if speed < SLOW_SPEED:
         minutes = 12e9 / speed / 60  # weights and both moments in float32
         text += f": a checkpoint of a billion parameters takes {minutes:,.0f} minutes"
-    return finding(SPEED, text, remedy, warns=speed < SLOW_SPEED)
+    remedy = "name an out on a faster disk, or raise checkpoint.save_every"
+    return check_result(SPEED, text, remedy, warns=speed < SLOW_SPEED)
 
 
-def _check_lock(trial: Path, ctx: ParallelContext) -> Finding:
+def _check_lock(trial: Path, ctx: ParallelContext) -> CheckResult:
     """Rank 0 locks a file, which nobody else must get before it is released."""
-    ranks, problem, held = Ranks.of(ctx), "", Lock(trial / "lock")
+    ranks, problem, lock = Ranks.of(ctx), "", Lock(trial / "lock")
     try:
-        if ctx.is_main and not held.take():
+        if ctx.is_main and not lock.take():
             problem = "a new file cannot be locked"
     except OSError as error:
         problem = str(error.strerror)
@@ -171,9 +168,9 @@ def _check_lock(trial: Path, ctx: ParallelContext) -> Finding:
         except OSError as error:
             problem = str(error.strerror)
     ranks.all_gather(None)
-    held.release()
+    lock.release()
     remedy = "mount it with flock (Lustre: -o flock, NFS: version 4), or let no two runs share an out"
-    return finding(LOCKS, problem or "excludes the other ranks", remedy, fails=bool(problem))
+    return check_result(LOCKS, problem or "excludes the other ranks", remedy, fails=bool(problem))
 
 
 def check_start(out: str, ctx: ParallelContext) -> None:

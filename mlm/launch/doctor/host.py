@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mlm.launch.doctor.findings import Finding, finding
-from mlm.launch.environment import RankPlace
+from mlm.launch.doctor.findings import CheckResult, check_result
+from mlm.launch.environment import RankPosition
 from mlm.launch.network import check_addresses
 from mlm.util.errors import UserError
 from mlm.util.system import available_cores
@@ -18,82 +18,84 @@ from mlm.util.terminal import format_bytes
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def memory(available: int, ranks_here: int) -> Finding:
+def memory(available: int, ranks_here: int) -> CheckResult:
     """Judge the free memory of the host, which its ranks share; with less than 256 MiB none trains."""
     share = available // ranks_here
     text = f"{format_bytes(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
     remedy = "end other programs on this host, or start fewer ranks on it"
-    return finding("memory", text, remedy, fails=share < 256 * MIB, warns=share < 2 * GIB)
+    return check_result("memory", text, remedy, fails=share < 256 * MIB, warns=share < 2 * GIB)
 
 
-def disk(folder: Path) -> Finding:
+def disk(folder: Path) -> CheckResult:
     """Judge the free space of a folder's file system."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
         remedy = "name an out on a disk that all hosts have"
-        return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
+        return CheckResult("disk", "fail", f"{folder}: {error.strerror}", remedy)
     if status.f_files and status.f_favail == 0:
         remedy = "delete files there, or name an out on another disk"
-        return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
+        return CheckResult("disk", "fail", f"no inodes left in {folder}", remedy)
     free = status.f_bavail * status.f_frsize
     remedy = "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space"
     if free < GIB:
         remedy = "free some space, or name an out on another disk"
     text = f"{format_bytes(free)} free in {folder}"
-    return finding("disk", text, remedy, fails=free < GIB, warns=free < 20 * GIB)
+    return check_result("disk", text, remedy, fails=free < GIB, warns=free < 20 * GIB)
 
 
-def open_files(world_size: int) -> Finding:
+def open_files(world_size: int) -> CheckResult:
     """Judge the limit of open files: a rank needs a socket for each group and store of each other rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 256 + 4 * world_size
     text = f"{_limit(soft)} (hard limit {_limit(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= least:
-        return Finding("ulimit -n", "ok", text)
+        return CheckResult("ulimit -n", "ok", text)
     remedy = f"run `ulimit -n {least}` before the start, or raise nofile in limits.conf or the service"
-    return Finding("ulimit -n", "fail", f"{text}, and {world_size} ranks need {least}", remedy)
+    return CheckResult("ulimit -n", "fail", f"{text}, and {world_size} ranks need {least}", remedy)
 
 
-def locked_memory(on_gpu: bool) -> Finding:
+def locked_memory(on_gpu: bool) -> CheckResult:
     """Judge the limit of locked memory, which InfiniBand and pinned buffers take."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not on_gpu or soft == resource.RLIM_INFINITY:
-        return Finding("ulimit -l", "ok", _limit(soft, 1024))
+        return CheckResult("ulimit -l", "ok", _limit(soft, 1024))
     remedy = "set `ulimit -l unlimited` (LimitMEMLOCK=infinity of slurmd or the container)"
-    return Finding("ulimit -l", "warn", f"{_limit(soft, 1024)} KiB, too little for InfiniBand", remedy)
+    return CheckResult("ulimit -l", "warn", f"{_limit(soft, 1024)} KiB, too little for InfiniBand", remedy)
 
 
 def _limit(value: int, unit: int = 1) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
 
 
-def shared_memory(on_gpu: bool) -> Finding:
+def shared_memory(on_gpu: bool) -> CheckResult:
     """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError as error:
-        return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
+        return CheckResult(
+            "/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there"
+        )
     total, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
     remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
-    return finding("/dev/shm", text, remedy, fails=free < 32 * MIB, warns=on_gpu and free < GIB)
+    return check_result("/dev/shm", text, remedy, fails=free < 32 * MIB, warns=on_gpu and free < GIB)
 
 
-def names(place: RankPlace | None, environ: Mapping[str, str]) -> Finding:
-    """Judge whether this host finds rank 0 and others find this one; `place` is None for one rank."""
+def names(position: RankPosition | None, environ: Mapping[str, str]) -> CheckResult:
+    """Judge whether this host finds rank 0 and others find this one; `position` is None for one rank."""
     host = socket.gethostname()
     try:
-        if place is not None:
-            check_addresses(place, environ, wait_s=0.0)
+        if position is not None:
+            check_addresses(position, environ, wait_s=0.0)
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except UserError as error:
         problem, _, remedy = str(error).partition("; ")
-        return Finding("host names", "fail", problem, remedy)
+        return CheckResult("host names", "fail", problem, remedy)
     except OSError:
         remedy = f"add {host} to /etc/hosts or DNS"
-        return Finding("host names", "warn", f"the name of this host, {host}, does not resolve", remedy)
-    return Finding("host names", "ok", f"{host} is {address}")
+        return CheckResult("host names", "warn", f"the name of this host, {host}, does not resolve", remedy)
+    return CheckResult("host names", "ok", f"{host} is {address}")
 
 
 HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -112,28 +114,27 @@ HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Variables with the values that slow or break a run, and why."""
 
 
-def environment(environ: Mapping[str, str], ranks_here: int) -> list[Finding]:
+def environment(environ: Mapping[str, str], ranks_here: int) -> list[CheckResult]:
     """Judge variables of NCCL, gloo and torch."""
-    findings = list[Finding]()
+    findings = list[CheckResult]()
     for name, hurts, why in HURTS:
         if environ.get(name, "").upper() in hurts:
             what, _, remedy = why.partition("; ")
-            findings.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
+            findings.append(CheckResult(name, "warn", f"{environ[name]}: {what}", remedy))
     threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
         text = f"{threads} for each of {ranks_here} ranks on {cores} cores"
         share = cores // ranks_here
         remedy = f"set it to {share}" if share else f"start {cores} ranks or fewer on this host"
-        findings.append(Finding("OMP_NUM_THREADS", "warn", text, remedy))
-    return findings or [Finding("variables", "ok", "none that hurts")]
+        findings.append(CheckResult("OMP_NUM_THREADS", "warn", text, remedy))
+    return findings or [CheckResult("variables", "ok", "none that hurts")]
 
 
-def check_device(device: torch.device) -> list[Finding]:
-    """Judge this rank's device, without the others'."""
+def check_device(device: torch.device) -> list[CheckResult]:
     if device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(device)
     text = f"{format_bytes(free)} of {format_bytes(total)} free"
     remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
     is_used = free < 0.9 * total  # by another program
-    return [finding("GPU memory", text, remedy, warns=is_used)]
+    return [check_result("GPU memory", text, remedy, warns=is_used)]

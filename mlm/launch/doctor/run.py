@@ -14,15 +14,15 @@ from mlm.launch.config import DoctorConfig
 from mlm.launch.doctor import host
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
-    Finding,
+    CheckResult,
+    check_result,
     different_versions,
-    finding,
     rows_of,
     versions,
 )
 from mlm.launch.doctor.folder import check_folder, folder_of
 from mlm.launch.doctor.traffic import judge, measure
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import read_rank_position
 from mlm.launch.rules.layout import Launch
 from mlm.launch.start import choose_world_size
 from mlm.parallel.mesh import ParallelContext
@@ -48,10 +48,10 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         if ctx.is_main and ctx.world_size > 1:  # a rank that hangs is waited for
             print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
 
-    place = read_rank_place(os.environ) if ctx.world_size > 1 else None
+    position = read_rank_position(os.environ) if ctx.world_size > 1 else None
     ranks, folder, on_gpu = Ranks.of(ctx), folder_of(config), ctx.device.type == "cuda"
     note(f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
-    ranks_here = 1 if place is None else place.local_world_size
+    ranks_here = 1 if position is None else position.local_world_size
     findings = [
         *host.check_device(ctx.device),
         host.memory(available_memory(), ranks_here),
@@ -59,19 +59,19 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         host.open_files(ctx.world_size),
         host.locked_memory(on_gpu),
         host.shared_memory(on_gpu),
-        host.names(place, os.environ),
+        host.names(position, os.environ),
         *host.environment(os.environ, ranks_here),
-        *check_folder(folder, ctx, is_first_of_host=place is None or place.local_rank == 0),
+        *check_folder(folder, ctx, is_first_of_host=position is None or position.local_rank == 0),
     ]
     device = f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
     facts = {"versions": versions(), "device": torch.cuda.get_device_name(ctx.device) if on_gpu else device}
     note("timing collectives over each axis, and comparing their numbers")
     traffic = measure(ctx)
     answers = ranks.all_gather([socket.gethostname(), facts, list(map(asdict, findings)), traffic])
-    hosts, all_facts, found, all_traffic = map(list, zip(*answers, strict=True))
+    hosts, all_facts, all_findings, all_traffic = map(list, zip(*answers, strict=True))
     by_rank = [
-        [*(Finding(**fields) for fields in of_host), *of_links]
-        for of_host, of_links in zip(found, judge(all_traffic), strict=True)
+        [*(CheckResult(**fields) for fields in of_host), *of_links]
+        for of_host, of_links in zip(all_findings, judge(all_traffic), strict=True)
     ]
     by_rank[0] = [*check_equal(all_facts, hosts), *by_rank[0]]
     problem = report(config, hosts, all_facts, rows_of(by_rank, hosts), all_traffic) if ctx.is_main else ""
@@ -79,7 +79,7 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         raise CheckFailedError(str(problem))
 
 
-def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
+def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[CheckResult]:
     """Judge what must be the same on all ranks."""
     known = [fact["versions"] for fact in facts]
     differ = different_versions(hosts, known)
@@ -87,8 +87,8 @@ def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
     devices = list(dict.fromkeys(fact["device"] for fact in facts))
     remedy = "the slowest sets the pace: start equal hosts"
     return [
-        finding("versions", text, SAME_VERSIONS, fails=bool(differ)),
-        finding("devices", "; ".join(devices[:3]), remedy, warns=len(devices) > 1),
+        check_result("versions", text, SAME_VERSIONS, fails=bool(differ)),
+        check_result("devices", "; ".join(devices[:3]), remedy, warns=len(devices) > 1),
     ]
 
 
@@ -96,7 +96,7 @@ def report(
     config: DoctorConfig,
     hosts: list[str],
     facts: list[dict[str, Any]],
-    rows: list[Finding],
+    rows: list[CheckResult],
     traffic: list[dict[str, Any]],
 ) -> str:
     """Print the table and write the result; return what failed, empty if nothing did."""

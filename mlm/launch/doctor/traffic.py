@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.findings import Finding, finding
+from mlm.launch.doctor.findings import CheckResult, check_result
 from mlm.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -99,23 +99,20 @@ def measure(ctx: ParallelContext) -> dict[str, Any]:
     }
 
 
-def judge(measured: Sequence[dict[str, Any]]) -> list[list[Finding]]:
+def judge(measured: Sequence[dict[str, Any]]) -> list[list[CheckResult]]:
     """Return each rank's findings, from what all measured."""
-    findings_of_ranks: list[list[Finding]] = []
+    findings_of_ranks: list[list[CheckResult]] = []
     for axes in measured:
         findings = []
         for axis, own in axes.items():
             wrong = ", ".join(own["wrong"])
             text = f"wrong: {wrong}" if wrong else f"exact over {len(own['ranks'])} ranks"
-            findings.append(finding(f"numbers over {axis}", text, REMEDY, fails=bool(wrong)))
+            findings.append(check_result(f"numbers over {axis}", text, REMEDY, fails=bool(wrong)))
             rate = own["rate"]
             usual = statistics.median(other[axis]["rate"] for other in measured if axis in other)
             is_slow = rate * SLOW < usual
-            text = (
-                f"{rate / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}"
-                if is_slow
-                else f"{usual / 1e9:.3g} GB/s"
-            )
-            findings.append(finding(f"bandwidth over {axis}", text, REMEDY, warns=is_slow))
+            compared = f"{rate / 1e9:.3g} GB/s, the median is {usual / 1e9:.3g}"
+            text = compared if is_slow else f"{usual / 1e9:.3g} GB/s"
+            findings.append(check_result(f"bandwidth over {axis}", text, REMEDY, warns=is_slow))
         findings_of_ranks.append(findings)
     return findings_of_ranks

@@ -92,7 +92,7 @@ class LayoutRule:
 
 
 Broken = Violation | str | None
-"""The answer of a rule: nothing, why it is broken, or more than that."""
+"""Result of a rule: None, the reason of a violation, or a Violation with further fields."""
 
 
 def rule(
@@ -350,18 +350,14 @@ def _host_has_ranks(values: LayoutValues, launch: Launch) -> Broken:
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
     start = f"start {ranks} ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
-    fits = launch.local_devices is not None or _weights_fit(values)
+    # do weights, gradients and moments fit into the host's memory, in any layout?
+    layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
+    fits = True
+    if launch.local_devices is None and isinstance(layers, int) and isinstance(hidden, int):
+        # 12 h^2 parameters a layer, each with its gradient and two moments in float32
+        fits = 16 * 12 * layers * hidden**2 <= host_memory()
     why = f"{typed} = {ranks} ranks, but {here}"
     return Violation(why, start=start if launch.elsewhere else "", can_start_here=fits)
-
-
-def _weights_fit(values: LayoutValues) -> bool:
-    """Return False if weights, gradients and moments exceed the host's memory, in any layout."""
-    layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
-    if not isinstance(layers, int) or not isinstance(hidden, int):
-        return True
-    # 12 h^2 parameters a layer, each with its gradient and two moments in float32
-    return 16 * 12 * layers * hidden**2 <= host_memory()
 
 
 @rule("tp cp pp dp vp pipeline train.global_batch_size train.micro_batch_size", "train.global_batch_size")

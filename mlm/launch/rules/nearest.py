@@ -48,23 +48,17 @@ def layout_problems(
                 for other in sound
                 if other is rule or other not in broken or (key in other.adjustable and not other.local_only)
             ]
-            changes += _nearest_changes(key, layout, launch, read, kept)
+            # the nearest values below and above, and null
+            tried = [(value, layout.changed({key: value})) for value in _range(key, layout, launch, read)]
+            valid = [v for v, changed in tried if not any(other.violation(changed, launch) for other in kept)]
+            numbers = [value for value in valid if type(value) is int]
+            nearest = around(layout[key], numbers) if numbers else []
+            changes += [{key: v} for v in (*nearest, *(v for v in valid if v not in numbers))]
         named = ({(fix_names or {}).get(key, key): value for key, value in c.items()} for c in changes[:2])
         settings = " or ".join(map(format_settings, named))
         fix = violation.fix(f"use {settings}" if settings else f"change {', '.join(rule.adjustable)}")
         problems.append(Problem(map(layout.name, rule.inputs), violation.why, fix))
     return problems
-
-
-def _nearest_changes(
-    key: str, layout: LayoutValues, launch: Launch, read: Collection[str], rules: Collection[LayoutRule]
-) -> list[Change]:
-    """The changes of a key to the nearest values below and above, and to null, that keep `rules`."""
-    changed = ((value, layout.changed({key: value})) for value in _range(key, layout, launch, read))
-    valid = [value for value, values in changed if not any(rule.violation(values, launch) for rule in rules)]
-    numbers = [value for value in valid if isinstance(value, int) and not isinstance(value, bool)]
-    nearest = around(layout[key], numbers) if numbers else []
-    return [{key: value} for value in (*nearest, *(value for value in valid if value not in numbers))]
 
 
 def _range(key: str, values: LayoutValues, launch: Launch, read: Collection[str]) -> Iterable[Any]:

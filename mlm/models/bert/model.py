@@ -50,7 +50,7 @@ def masked_targets(
 ) -> MaskedTargets:
     """Targets of labels [B, S] on the host, IGNORE_INDEX where nothing is masked.
 
-    All `parts` of the sequence have equal numbers of them, and this rank has those of the parts `held`.
+    All `parts` of the sequence have equal numbers of them, and this rank has the ones in the parts `held`.
     """
     rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
     is_masked = rows != IGNORE_INDEX

@@ -40,7 +40,11 @@ class TargetLengths:
 
 
 def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Ids]:
-    """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n]."""
+    """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n].
+
+    Of some documents at a time. Sentence k begins at token places[k] and is the corpus's sequence numbers[k];
+    document d begins with sentence bounds[d].
+    """
     documents = np.array(indexed.document_indices)
     spans, first, count = [np.empty((2, 0), dtype=np.int64)], 0, len(documents) - 1
     while first < count:
@@ -52,33 +56,23 @@ def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Id
         places = indexed.pointers[low:high][filled] // indexed.dtype.itemsize
         bounds = np.searchsorted(filled, documents[first : last + 1] - low)
         numbers = filled + low  # of each sentence among the corpus's sequences
-        begins, ends = split_documents(places, bounds, numbers, targets)
-        spans.append(np.stack([numbers[begins], numbers[ends - 1] + 1]))
+        counts = np.diff(bounds)
+        limits = np.repeat(bounds[1:], counts)  # the end of each sentence's document
+        goals = places + targets.of(numbers)
+        ends = np.maximum(np.searchsorted(places, goals), np.arange(len(places)) + 2)
+        ends = np.where(limits - ends < 2, limits, ends)  # of a sample that begins at each sentence
+        cursors = bounds[:-1][counts >= 2]
+        steps = [cursors[:0]]
+        while len(cursors) > 0:  # a sample of each document at a step
+            steps.append(cursors)
+            reached = ends[cursors]
+            cursors = reached[reached < limits[cursors]]
+        begins = np.concatenate(steps)
+        spans.append(np.stack([numbers[begins], numbers[ends[begins] - 1] + 1]))
         first = last
     begins, ends = np.concatenate(spans, axis=1)
     # Samples do not overlap, so sorting both alike keeps them together.
     return np.sort(begins), np.sort(ends)
-
-
-def split_documents(places: Ids, bounds: Ids, numbers: Ids, targets: TargetLengths) -> tuple[Ids, Ids]:
-    """Split documents into samples: first sentences and the ones after the last, int64 [n] each, unordered.
-
-    Sentence k begins at token places[k] and is the corpus's sequence numbers[k]; document d begins with
-    sentence bounds[d].
-    """
-    counts = np.diff(bounds)
-    limits = np.repeat(bounds[1:], counts)  # the end of each sentence's document
-    goals = places + targets.of(numbers)
-    ends = np.maximum(np.searchsorted(places, goals), np.arange(len(places)) + 2)
-    ends = np.where(limits - ends < 2, limits, ends)  # of a sample that begins at each sentence
-    cursors = bounds[:-1][counts >= 2]
-    begins = [cursors[:0]]
-    while len(cursors) > 0:  # a sample of each document at a step
-        begins.append(cursors)
-        reached = ends[cursors]
-        cursors = reached[reached < limits[cursors]]
-    firsts = np.concatenate(begins)
-    return firsts, ends[firsts]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import SyntheticDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
-from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
+from mlm.models.bert.pairs import TargetLengths, find_spans, make_pairs
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # corpora are checked without torch
     from torch import Tensor
 
 SPECIAL = 3
-"""Tokens of a sample that are no text: [CLS] and two [SEP]."""
+"""Special tokens of a sample: [CLS] and two [SEP]."""
 BATCH = 1 << 17
 """Tokens made at a time: larger arrays leave the processor's caches."""
 TARGETS, SAMPLES = 0, 1
@@ -160,10 +160,28 @@ class BERTDataset:
         return TargetLengths(state, self.seq_length - SPECIAL, self.short_seq_prob)
 
     def _gather(self, ids: Ids) -> BERTSamples:
-        begins, ends, targets = self._spans(ids)
+        # first sequence of each sample, the one after its last, its target length: int64 [n] each
+        while self._firsts[-1] <= ids.max(initial=-1):
+            self._firsts.append(self._firsts[-1] + self.epoch(len(self._firsts) - 1).shape[1])
+        begins, ends, targets = np.empty((3, len(ids)), dtype=np.int64)
+        epochs = np.searchsorted(self._firsts, ids, side="right") - 1
+        for epoch in np.unique(epochs).tolist():
+            rows = epochs == epoch
+            begins[rows], ends[rows] = self.epoch(epoch)[:, ids[rows] - self._firsts[epoch]]
+            targets[rows] = self.targets(epoch).of(begins[rows])
         states = draw(draw(root(self.seed), SAMPLES), ids)
         pairs = make_pairs(self.indexed, begins, ends, targets, states)
-        tokens = self._read(pairs)
+        # [CLS] A [SEP] B [SEP] and padding: int64 [n, S]
+        tokens = np.full((len(pairs.places), self.seq_length), self.vocab.pad_id, dtype=np.int64)
+        tokens[:, 0] = self.vocab.cls_id
+        source = self.indexed.tokens
+        if self.indexed.stored is not None:
+            self.indexed.stored.load(pairs.places, pairs.lengths)
+        sizes = pairs.lengths.tolist()
+        for row, (first, second), (a, b) in zip(tokens, pairs.places.tolist(), sizes, strict=True):
+            row[1 : 1 + a] = source[first : first + a]
+            row[1 + a] = row[2 + a + b] = self.vocab.sep_id
+            row[2 + a : 2 + a + b] = source[second : second + b]
         if tokens.size and tokens.view(np.uint64).max() >= len(self.vocab.word_starts):
             raise UserError(
                 f"{self.indexed.bin_path} holds token ids that the tokenizer's {len(self.vocab.word_starts)} "
@@ -178,30 +196,6 @@ class BERTDataset:
         return BERTSamples(
             tokens, is_second.astype(np.int64), lengths, labels, pairs.swapped.astype(np.int64)
         )
-
-    def _spans(self, ids: Ids) -> tuple[Ids, Ids, Ids]:
-        """First sequence of each sample, the one after its last, its target length: int64 [n] each."""
-        while self._firsts[-1] <= ids.max(initial=-1):
-            self._firsts.append(self._firsts[-1] + self.epoch(len(self._firsts) - 1).shape[1])
-        begins, ends, targets = np.empty((3, len(ids)), dtype=np.int64)
-        epochs = np.searchsorted(self._firsts, ids, side="right") - 1
-        for epoch in np.unique(epochs).tolist():
-            rows = epochs == epoch
-            begins[rows], ends[rows] = self.epoch(epoch)[:, ids[rows] - self._firsts[epoch]]
-            targets[rows] = self.targets(epoch).of(begins[rows])
-        return begins, ends, targets
-
-    def _read(self, pairs: Pairs) -> Ids:
-        """[CLS] A [SEP] B [SEP] and padding: int64 [n, S]."""
-        tokens = np.full((len(pairs.places), self.seq_length), self.vocab.pad_id, dtype=np.int64)
-        tokens[:, 0] = self.vocab.cls_id
-        source = self.indexed.tokens
-        places, lengths = pairs.places.tolist(), pairs.lengths.tolist()
-        for row, (first, second), (a, b) in zip(tokens, places, lengths, strict=True):
-            row[1 : 1 + a] = source[first : first + a]
-            row[1 + a] = row[2 + a + b] = self.vocab.sep_id
-            row[2 + a : 2 + a + b] = source[second : second + b]
-        return tokens
 
     def _build(self, number: int) -> Ids:
         spans = np.stack(find_spans(self.indexed, self.targets(number)))

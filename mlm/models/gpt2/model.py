@@ -15,9 +15,9 @@ from mlm.data.sampler import Batch
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Boundaries, Documents
-from mlm.parallel.collectives import gather_rows, to_device
+from mlm.parallel.collectives import all_reduce, gather_rows, to_device
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.parallel.context import local_tokens
+from mlm.parallel.context import local_positions, local_tokens
 from mlm.parallel.cross_entropy import (
     differentiable_losses,
     full_logits,
@@ -117,6 +117,27 @@ class GPT2(Transformer):
         losses = differentiable_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return -losses.view(labels.shape[1], labels.shape[0]).t()
 
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor, places: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: logits of the token after place `places[b]` of each sequence b. Others: hidden states.
+
+        In any layout that trains; without dropout. tokens [B, S] int64, places [B] int64 -> [B, vocab_size],
+        float32 (float64 for float64), on every tp and cp rank.
+        """
+        h = self.hidden_states(tokens, None, x)
+        if not self.stage.is_last:
+            return h
+        h = gather_rows(h, self.tp) if self.sequence_parallel else h  # [S/c, B, H]
+        rows = torch.arange(len(places), device=places.device)
+        if self.cp.parts == 1:
+            last = h[places, rows]
+        else:
+            is_place = local_positions(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
+            local = torch.where(is_place.any(0)[:, None], h[is_place.int().argmax(0), rows], 0)
+            last = all_reduce(local, self.cp)
+        y = full_logits(last, self.vocabulary)
+        return y.to(loss_dtype(y.dtype))
+
     # The following are without sequence parallelism: sequences have lengths that tp does not divide.
 
     @torch.no_grad()
@@ -181,7 +202,7 @@ class NextToken:
 
     metrics: tuple[str, ...] = ("loss",)
     num_losses = 1
-    methods: tuple[str, ...] = ("losses",)
+    methods: tuple[str, ...] = ("losses", "next_logits")
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, boundaries: Boundaries | None) -> None:
         self.ctx, self.dtype, self.boundaries = ctx, dtype, boundaries

@@ -72,7 +72,7 @@ class AllHeadsNorm(RMSNorm):
 
 
 class SinkLogits(nn.Module):
-    """A logit for each head of this rank, beside those of keys: it takes probability and has no value."""
+    """A logit for each head of this rank, besides the keys': it takes probability and has no value."""
 
     tp_dims: ClassVar[dict[str, int]] = {"bias": 0}
 
@@ -84,7 +84,7 @@ class SinkLogits(nn.Module):
 class GroupedQueryAttention(SelfAttention):
     """Attention whose queries share heads of keys and values (arXiv:2305.13245).
 
-    Rows of the weight of queries are ordered `[head][head_dim]`, those of keys and values
+    Rows of the weight of queries are ordered `[head][head_dim]`, rows of keys and values
     `[kv head][k, v][head_dim]`: a contiguous split at any tp that divides N gives whole heads, and beyond K
     ranks t/K neighbours, whose queries share a head of keys and values, hold the same one.
     """
@@ -143,7 +143,17 @@ class GroupedQueryAttention(SelfAttention):
         k, v = kv.unflatten(-1, (-1, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         match self.query_norm, self.key_norm:
             case AllHeadsNorm() as query_norm, AllHeadsNorm() as key_norm:
-                q, k = self._norm_all_heads(q.flatten(2), k.flatten(2), query_norm, key_norm)
+                q, k = q.flatten(2), k.flatten(2)
+                if self.tp.size == 1:
+                    q, k = query_norm(q), key_norm(k)
+                else:
+                    squares = torch.cat([query_norm.sum_squares(q), key_norm.sum_squares(k)], -1)
+                    # g, then f: each rank's output depends on the sum over tp, so the sum's gradient is the
+                    # sum of theirs
+                    q_squares, k_squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp).split(1, -1)
+                    q = query_norm.apply_sum(q, q_squares, self.tp)
+                    k = key_norm.apply_sum(k, k_squares, self.tp)
+                q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
             case HeadNorm() as query_norm, HeadNorm() as key_norm:
                 q, k = query_norm(q), key_norm(k)
         if self.has_rotary:
@@ -161,20 +171,6 @@ class GroupedQueryAttention(SelfAttention):
             return reading.attend(self.layer, q, k, v, self.scores)
         reading.keep(self.layer, k, v)
         return self.fused(qkv, 0.0, None, True)
-
-    def _norm_all_heads(
-        self, q: Tensor, k: Tensor, query_norm: AllHeadsNorm, key_norm: AllHeadsNorm
-    ) -> tuple[Tensor, Tensor]:
-        """Norm queries and keys over the heads of all tp ranks: [S, B, n D] -> [S, B, n, D]."""
-        if self.tp.size == 1:
-            q, k = query_norm(q), key_norm(k)
-        else:
-            squares = torch.cat([query_norm.sum_squares(q), key_norm.sum_squares(k)], -1)
-            # g, then f: each rank's output depends on the sum, so the sum's gradient is the sum of theirs
-            q_squares, k_squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp).split(1, -1)
-            q = query_norm.apply_sum(q, q_squares, self.tp)
-            k = key_norm.apply_sum(k, k_squares, self.tp)
-        return q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, n, S, D], keys and values [B, k, S, D]."""

@@ -74,7 +74,11 @@ class MixtureOfExperts(nn.Module):
         """[S, B, H] -> [S, B, H]."""
         routing = self.router(x)
         exchange, order, weights, in_flight = self._send(x, routing)
-        shared = None if self.shared is None else self.shared_output(x)  # while tokens travel
+        shared: Tensor | None = None
+        if self.shared is not None:  # computed while tokens travel
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
         y = self._receive(exchange, order, weights, in_flight)
         return y if shared is None else y + shared
 
@@ -93,9 +97,3 @@ class MixtureOfExperts(nn.Module):
         y = self.experts(exchange.finish(in_flight), exchange.runs)
         y = combine(exchange.back(y), weights.flatten(0, 1), order).view(*weights.shape[:2], -1)
         return self.leave(y, self.axes.tp)
-
-    def shared_output(self, x: Tensor) -> Tensor:
-        """Output of the shared experts, maybe gated: [S, B, H] -> [S, B, H]."""
-        assert self.shared is not None
-        y: Tensor = self.shared(x)
-        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()

@@ -1,4 +1,4 @@
-"""Rotary frequencies, plain and scaled for contexts longer than those of pretraining.
+"""Rotary frequencies, plain and scaled for contexts longer than pretraining's.
 
 Dimensions i < R/2 of a head rotate by theta^(-2i/R) radians a token (arXiv:2104.09864, equation 15). Scaling
 by s lets positions s times as far apart look like pretraining's:

@@ -76,7 +76,7 @@ class LlamaSettings(RouterSettings):
     3's sssf; empty for all."""
     window_rope_theta: Annotated[float, OnlyIf("window")] = 0.0
     """Of window: base of the rotary frequencies of layers that have it, which are not scaled (Gemma 3,
-    arXiv:2503.19786, section 2); 0 for those of the other layers."""
+    arXiv:2503.19786, section 2); 0 for the other layers'."""
     rotary_layers: str = ""
     """Layers that turn queries and keys, as a pattern of r (rotary) and n (no positions) that repeats, such
     as SmolLM3's rrrn (arXiv:2501.18795); empty for all."""
@@ -112,7 +112,7 @@ class LlamaSettings(RouterSettings):
     qk_norm: bool = False
     """Norm the queries and keys of each head before they are turned, as Qwen 3 (arXiv:2302.05442)."""
     qk_norm_whole: Annotated[bool, OnlyIf("qk_norm")] = False
-    """Of qk_norm: norm those of all heads together, as OLMoE (arXiv:2409.02060, section 4.2.5)."""
+    """Of qk_norm: norm all heads together, as OLMoE (arXiv:2409.02060, section 4.2.5)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as Qwen 2."""
     bias: bool = False
@@ -133,13 +133,13 @@ class LlamaSettings(RouterSettings):
     q_lora_rank: Annotated[int, LATENT] = 0
     """Of latent attention: width of the latent vector that queries come from; 0 for none."""
     rope_head_dim: Annotated[int, LATENT] = 0
-    """Of latent attention: dimensions of a head that are turned; those of keys are shared by all heads."""
+    """Of latent attention: rotary dimensions of a head; the keys' are shared by all heads."""
     v_head_dim: Annotated[int, LATENT] = 0
     """Of latent attention: width of a head's values; 0 means head_dim."""
     expert_ffn_size: Annotated[int, EXPERTS] = 0
     """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
     shared_experts: Annotated[int, EXPERTS] = 0
-    """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
+    """Further experts that every token goes through (arXiv:2401.06066), as one MLP of their width."""
     shared_gate: Annotated[bool, OnlyIf("shared_experts")] = False
     """Multiply the output of the shared experts by the sigmoid of a learned projection of their input to one
     number, as Qwen2-MoE."""
@@ -147,7 +147,7 @@ class LlamaSettings(RouterSettings):
     """First layers that have an MLP of model.ffn_hidden_size and no experts."""
     model_type: str = ""
     """The model_type of transformers that it is stored as where several compute the same, such as helium and
-    ernie4_5 beside llama; empty for the first that does."""
+    ernie4_5 for llama; empty for the first that does."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
@@ -155,7 +155,7 @@ class LlamaSettings(RouterSettings):
         given = {
             name: type(DEFAULTS[name])(value)
             for name, value in model.options.items()
-            if name in DEFAULTS and _type_problem(name, value) is None
+            if name in DEFAULTS and option_problem(DEFAULTS, name, value) is None
         }
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
@@ -285,7 +285,7 @@ def num_blocks(model: ModelConfig) -> int:
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    type_problems = (_type_problem(name, value) for name, value in model.options.items())
+    type_problems = (option_problem(DEFAULTS, name, value) for name, value in model.options.items())
     if first := next(filter(None, (decoder_problem(model), *type_problems)), None):
         return first
     settings = LlamaSettings.of(model)
@@ -301,10 +301,6 @@ def model_problem(model: ModelConfig) -> Problem | None:
         key = f"model.options.{name}"
         return Problem((key,), f"{key}={format_value(getattr(settings, name))} {why}", fix)
     return None
-
-
-def _type_problem(name: str, value: object) -> Problem | None:
-    return option_problem(DEFAULTS, name, value)
 
 
 Problems = Iterator[tuple[str, str, str]]

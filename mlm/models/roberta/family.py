@@ -1,7 +1,7 @@
 """RoBERTa as a model family: BERT without sentence pairs. DistilBERT is one, too."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mlm.data.config import DataConfig
@@ -12,9 +12,42 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert import family as bert
 from mlm.models.bert.samples import SyntheticBERT
 from mlm.models.config import ModelConfig
-from mlm.models.roberta import settings
+from mlm.models.family import Architecture, option, option_problem
 from mlm.models.roberta.samples import FRAME, MaskedWindows
 from mlm.util.errors import Problem
+
+POOLERS = ("tanh", "relu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RobertaSettings:
+    """model.options.NAME: differences between RoBERTa and DistilBERT; the defaults are a BERT's."""
+
+    position_offset: int = 0
+    """Row of the position table for the first token of a text. RoBERTa and XLM-R: 2, one after the id of
+    padding; the table has so many rows more."""
+    pooler_activation: str = "tanh"
+    """Activation of the pooler of head=classification: tanh, or relu as DistilBERT's."""
+
+
+DEFAULTS: dict[str, bool | int | float | str] = {
+    field.name: field.default  # type: ignore[misc]
+    for field in fields(RobertaSettings)
+}
+
+
+def position_offset(model: ModelConfig) -> int:
+    offset = option(model, "position_offset")
+    assert type(offset) is int, "checked with the configuration"
+    return offset
+
+
+def architecture(model: ModelConfig) -> Architecture:
+    return Architecture(
+        head_dim=model.hidden_size // model.num_heads,
+        kv_heads=model.num_heads,
+        position_offset=position_offset(model),
+    )
 
 
 class FullSentences:
@@ -58,7 +91,19 @@ def masked(
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    return bert.activation_problem(model) or settings.options_problem(model)
+    if problem := bert.activation_problem(model):
+        return problem
+    for name, value in model.options.items():
+        if problem := option_problem(DEFAULTS, name, value):
+            return problem
+    if (offset := position_offset(model)) > model.vocab_size:
+        key = "model.options.position_offset"
+        why = f"{key}={offset} is one after the id of padding, and model.vocab_size={model.vocab_size}"
+        return Problem((key, "model.vocab_size"), why, f"use {key}=2")
+    pooler, key = option(model, "pooler_activation"), "model.options.pooler_activation"
+    if pooler not in POOLERS:
+        return Problem((key,), f"{key}={pooler} is none of ours", f"use {' or '.join(POOLERS)}")
+    return None
 
 
 def padding_problem(model: ModelConfig, tokenizer: Tokenizer) -> Problem | None:
@@ -66,7 +111,7 @@ def padding_problem(model: ModelConfig, tokenizer: Tokenizer) -> Problem | None:
 
     `transformers` finds the first row of the position table by that id.
     """
-    offset, pad = settings.position_offset(model), tokenizer.pad_id
+    offset, pad = position_offset(model), tokenizer.pad_id
     if not offset or pad is None or offset == pad + 1:
         return None
     key = "model.options.position_offset"
@@ -88,9 +133,9 @@ FAMILY = replace(
     objective="mlm.models.bert.model:MaskedTokens",
     samples=FullSentences(),
     data_keys=("data.masked_lm_prob", "data.max_ngram"),
-    options=settings.DEFAULTS,
-    settings=settings.RobertaSettings,
-    architecture=settings.architecture,
+    options=DEFAULTS,
+    settings=RobertaSettings,
+    architecture=architecture,
     loss_unit="nats per masked token",
     protocol="consecutive windows, masks of a fixed seed",
     model_problem=model_problem,

@@ -16,7 +16,7 @@ from mlm.models.family import option
 class RoBERTa(MaskedLanguageModel):
     """RoBERTa with its masked-token head, a finetuning head (`outputs`), or none.
 
-    Pretraining has no use for a pooler: that of a classifier begins with it.
+    Pretraining has no pooler: a classifier starts with a new one.
     """
 
     pooled_heads: ClassVar[tuple[str, ...]] = ("classification",)

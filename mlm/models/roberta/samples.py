@@ -16,13 +16,13 @@ from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 
 FRAME = 2
-"""Tokens of a sample that are no text: [CLS] and [SEP]."""
+"""Special tokens of a sample: [CLS] and [SEP]."""
 SAMPLES = 1
 """Draw of the seed's stream, as of BERT's samples."""
 
 
 class MaskedWindows:
-    """Windows of S - 2 tokens as samples of S. Neighbouring windows share a token, as those of a GPT-2.
+    """Windows of S - 2 tokens as samples of S. Neighbouring windows share a token, as GPT-2's do.
 
     A sample is a function of (windows, settings, seed, its number).
     """

@@ -63,7 +63,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, drops: bool = True) -> 
     """Order of rows for choices [T, k]; a choice of `num_experts` is dropped and has no row.
 
     `drops` is False if there are none: nothing of the order then depends on numbers that a GPU's host waits
-    for. Shapes alone, on the meta device, are those of even loads.
+    for. On the meta device, shapes are as for even loads.
     """
     flat = experts.flatten()
     if flat.is_meta:

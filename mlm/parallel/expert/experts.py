@@ -101,7 +101,7 @@ class Experts(ComputesInHalf):
         self.inner, self.expert_axes = inner, axes
         self.lora: Any = None  # an ExpertAdapter (low_rank.py)
         self.add_gradients: dict[str, Callable[..., None]] = {}
-        """Receive a weight's gradients from each source of rows (exact_experts.py)."""
+        """Receive the number of a source of rows, and a weight's gradient from it (exact_gradients.py)."""
         ep, tp = axes.ep, axes.tp
         self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
         if num_experts % ep.size:

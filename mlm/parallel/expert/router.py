@@ -13,7 +13,7 @@ Balance, none of which depends on layout or micro-batches but the last:
     micro_batch   the same loss of a rank's rows of a micro-batch (arXiv:2101.03961, equation 4)
 
 A loss has no way out of a layer, so its gradient is injected: `_Inject` hands the weights on, and its
-backward pass starts that of the loss. There, too, the choices are counted: once a micro-batch, however often
+backward pass starts the loss's. There, too, the choices are counted: once a micro-batch, however often
 a forward pass is recomputed, and never in evaluation.
 
 Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
@@ -49,7 +49,7 @@ class Routing:
 class Router(nn.Module):
     """Scores of all experts for each token, and the choice of k of them.
 
-    `weight` and `logit_bias` are replicated over all axes. `bias` and `load` are no weights but state, [E]:
+    `weight` and `logit_bias` are replicated over all axes. `bias` and `load` are state, not weights, [E]:
     they have no gradient, and `update` moves them.
 
     Args:
@@ -135,27 +135,23 @@ class Router(nn.Module):
         settings, loss = self.settings, None
         if settings.balance in ("sequence", "global_batch", "micro_batch"):
             shares = scores if settings.router_scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-            charged = (shares * self._loads(experts, shares.dtype)).sum()
-            loss = settings.balance_coefficient * charged
+            if settings.balance == "sequence":
+                counts = count_choices(experts.transpose(0, 1).flatten(1), settings.num_experts)  # [B, E]
+                counts = counts.contiguous()  # to be sent
+                for axis in self.axes:  # S k choices, of which this rank holds some
+                    all_reduce(counts, axis)
+            elif settings.balance == "micro_batch":
+                counts = count_choices(experts.view(1, -1), settings.num_experts)  # [1, E]
+            else:
+                assert self.load is not None
+                counts = self.load.detach()  # [E], all 0 before the first global batch
+            total = counts.sum(-1, keepdim=True).clamp(min=1)
+            loads = counts.to(shares.dtype) * settings.num_experts / total
+            loss = settings.balance_coefficient * (shares * loads).sum()
         if settings.z_loss:
             z = settings.z_loss * logits.logsumexp(-1).square().sum()
             loss = z if loss is None else loss + z
         return loss
-
-    def _loads(self, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Loads f, [B, E] or [E], whose mean over the experts is 1; all 0 before the first global batch."""
-        num_experts = self.settings.num_experts
-        if self.settings.balance == "sequence":
-            counts = count_choices(experts.transpose(0, 1).flatten(1), num_experts).contiguous()  # to be sent
-            for axis in self.axes:  # S k choices, of which this rank holds some
-                all_reduce(counts, axis)
-        elif self.settings.balance == "micro_batch":
-            counts = count_choices(experts.view(1, -1), num_experts)
-        else:
-            assert self.load is not None
-            counts = self.load.detach()
-        total = counts.sum(-1, keepdim=True).clamp(min=1)
-        return counts.to(dtype) * num_experts / total
 
     @torch.no_grad()
     def update(self, counts: Tensor, skip: Tensor) -> None:

@@ -29,7 +29,7 @@ DEFAULT_COST = Cost()
 
 
 def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
-    """The plan of `schedule`; `cost` is that of one chunk, and times are in its unit.
+    """The plan of `schedule`; `cost` is one chunk's, and times are in its unit.
 
     `cost` decides the order of transfers too, but any cost gives a plan without deadlock. A pair of chunk and
     micro-batch is in flight on a rank from the start of its F to the end of its last action there.
@@ -52,6 +52,15 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
         if target is not None and target[0] != step.rank:
             transfers[step.rank].append(Send(step.action, target[0]))
             transfers[target[0]].append(Receive(target[1], step.rank))
+    peaks = []  # most (chunk, micro-batch) pairs between F and their last action, both included
+    for actions in schedule:
+        last = {(action.chunk, action.micro_batch): action for action in actions}
+        held = peak = 0
+        for action in actions:
+            held += action.op is Op.FORWARD
+            peak = max(peak, held)
+            held -= last[action.chunk, action.micro_batch] == action
+        peaks.append(peak)
     makespan = max(spans[-1].end for spans in timeline) - min(spans[0].start for spans in timeline)
     busy = max(sum(span.end - span.start for span in spans) for spans in timeline)
     return Plan(
@@ -60,7 +69,7 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
         timeline=tuple(map(tuple, timeline)),
         makespan=makespan,
         bubble=(makespan - busy) / busy if busy else 0.0,  # rounds once: exact for costs in whole numbers
-        peak_in_flight=tuple(_peak_in_flight(actions) for actions in schedule),
+        peak_in_flight=tuple(peaks),
     )
 
 
@@ -149,7 +158,7 @@ def ordered(schedule: Schedule) -> list[Step]:
 def times_of(
     steps: Iterable[Step], p: int, costs: Sequence[Cost], *, split: bool
 ) -> tuple[list[float], list[float]]:
-    """Starts and ends of steps on p ranks; `costs` are those of the stages.
+    """Starts and ends of steps on p ranks; `costs` are the stages'.
 
     `split` if weight gradients are computed apart.
     """
@@ -213,14 +222,3 @@ def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tu
         placed += (*actions[done:upto], transfer)
         done = upto
     return (*placed, *actions[done:])
-
-
-def _peak_in_flight(actions: Sequence[Action]) -> int:
-    """Most (chunk, micro-batch) pairs between F and their last action, both included."""
-    last = {(action.chunk, action.micro_batch): action for action in actions}
-    held = peak = 0
-    for action in actions:
-        held += action.op is Op.FORWARD
-        peak = max(peak, held)
-        held -= last[action.chunk, action.micro_batch] == action
-    return peak

@@ -53,7 +53,7 @@ def interleaved(p: int, v: int, m: int) -> Schedule:
     A group of p micro-batches goes through a rank's first chunk, then through its next; backward in reverse.
 
     Bubble (p-1)/(v*m). In flight on rank r: min((v+1)*p - 2*r - 1, v*m) pairs of chunk and micro-batch, each
-    1/v of a rank's layers. Raises UserError if m is no multiple of p.
+    1/v of a rank's layers. Raises UserError if m is not a multiple of p.
     """
     if m % p:
         valid = [n for n in (m // p * p, (m // p + 1) * p) if n]

@@ -122,23 +122,19 @@ def page(
     return content.encode()
 
 
-def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
-    charts = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
-    for run in runs:
-        for kind, columns in run.tables.items():
-            part = kind.partition("/")[2] or ("validation" if kind == "validation" else "training")
-            for name in (name for name in columns if name not in NOT_CURVES):
-                label = name.removeprefix("validation/").replace("_", " ")
-                charts.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
-    return [chart for chart in charts.values() if any(len(run.column(*chart[:2])) for run in runs)][:40]
-
-
 def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
     """Return the charts of some runs for a section of a page, and the page's `data` that they are drawn from.
 
     A page has one such section. It is empty if no run has logged a number.
     """
-    charts = charts_of(runs)
+    titled = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
+    for run in runs:
+        for kind, columns in run.tables.items():
+            part = kind.partition("/")[2] or ("validation" if kind == "validation" else "training")
+            for name in (name for name in columns if name not in NOT_CURVES):
+                label = name.removeprefix("validation/").replace("_", " ")
+                titled.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
+    charts = [chart for chart in titled.values() if any(len(run.column(*chart[:2])) for run in runs)][:40]
     present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
     most = max(30_000 // max(present, 1), 25)  # points of a curve, about 36 bytes each
     curves, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()

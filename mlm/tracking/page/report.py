@@ -68,29 +68,31 @@ def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> b
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     written = f"Written {now} by mlm {mlm.__version__}."
     curves, data = curves_of(runs)
+    # settings in which the runs differ, and the others
+    every = {
+        key: [format_value(run.settings[key]) if key in run.settings else MISSING for run in runs]
+        for key in dict.fromkeys(key for run in runs for key in run.settings)
+    }
+    different = [[key, *values] for key, values in every.items() if len(set(values)) > 1]
+    equal = [[key, values[0]] for key, values in every.items() if len(set(values)) == 1]
+    hidden = max(len(different) - MAX_DIFFERENT, 0)
+    loads = [(drawing, run.name) for run in runs for record in run.loads if (drawing := draw_load(record))]
     sections = [
         ("runs", "Runs", macro(TEMPLATE, "runs", runs, written, reload_s)),
         ("curves", "Curves", curves),
-        ("settings", "Settings", settings_section(runs)),
-        ("experts", "Loads of experts", draw_loads(runs)),
+        ("samples", "Samples", macro(TEMPLATE, "samples", runs, newest(runs, "samples"))),
+        (
+            "settings",
+            "Settings",
+            macro(TEMPLATE, "settings", runs, different[:MAX_DIFFERENT], hidden, equal, MAX_ATTEMPTS),
+        ),
+        ("experts", "Loads of experts", macro("experts.html", "drawings", loads)),
         ("scores", "Scores", scores_section(runs)),
         ("incidents", "Incidents", macro(TEMPLATE, "incidents", newest(runs, "incidents"))),
         ("checkpoints", "Checkpoints", macro(TEMPLATE, "checkpoints", newest(runs, "saves"))),
     ]
     title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
     return page(title, sections, data={**data, "reload": reload_s})
-
-
-def settings_section(runs: Sequence[RunRecords]) -> Markup:
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    every = {
-        key: [format_value(run.settings[key]) if key in run.settings else MISSING for run in runs]
-        for key in keys
-    }
-    different = [[key, *values] for key, values in every.items() if len(set(values)) > 1]
-    equal = [[key, values[0]] for key, values in every.items() if len(set(values)) == 1]
-    hidden = max(len(different) - MAX_DIFFERENT, 0)
-    return macro(TEMPLATE, "settings", runs, different[:MAX_DIFFERENT], hidden, equal, MAX_ATTEMPTS)
 
 
 def scores_section(runs: Sequence[RunRecords]) -> Markup:
@@ -113,11 +115,13 @@ def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     for part in parts if isinstance(parts, list) else [result]:
         if not isinstance(part, dict):
             continue
-        metrics = part.get("metrics")
+        metrics, errors = part.get("metrics"), part.get("standard_errors")
         known = metrics if isinstance(metrics, dict) else {key: part[key] for key in SCORES if key in part}
         for name, value in known.items():
             split = f" ({part['split']})" if isinstance(part.get("split"), str) else ""
-            scores.append((f"{name}{split}", figure(number(value))))
+            error = number(errors.get(name)) if isinstance(errors, dict) else float("nan")
+            spread = f" ± {error:.4f}" if error == error else ""
+            scores.append((f"{name}{split}", f"{figure(number(value))}{spread}"))
     return scores or [(MISSING, MISSING)]
 
 
@@ -127,11 +131,6 @@ def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords,
     return [
         (index, run, record) for index, run in enumerate(runs) for record in list(getattr(run, name))[-most:]
     ]
-
-
-def draw_loads(runs: Sequence[RunRecords]) -> Markup:
-    drawn = [(drawing, run.name) for run in runs for record in run.loads if (drawing := draw_load(record))]
-    return macro("experts.html", "drawings", drawn)
 
 
 def draw_load(record: Mapping[str, Any]) -> Markup:

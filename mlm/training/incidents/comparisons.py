@@ -1,12 +1,8 @@
-"""Comparison of ranks that must hold equal bits, and a second pass of an incident's step.
-
-The first step of an incident is computed again to see if its error came from hardware.
-"""
+"""Comparison of ranks that must hold equal bits."""
 
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import xxhash
@@ -15,13 +11,11 @@ from torch import Tensor
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.models.shape import is_tied
 from mlm.optim.adamw import applied_steps, moment, moments
-from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
-from mlm.training.incidents.numbers import StepNumbers, shared_numbers
 from mlm.training.trainer import Trainer
 
 LISTED = 8
@@ -103,10 +97,3 @@ def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     if 2 * count <= len(values):
         return list(ranks)
     return [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-
-
-def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> StepNumbers:
-    """Compute the step again: gradients, `parts` and `norm` hold the second pass's afterwards. Collective."""
-    parts.copy_(trainer.compute_gradients(batches))
-    norm.copy_(gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale)
-    return shared_numbers(trainer, parts, norm)

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, NOT_FINITE_SINCE
+from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS, NOT_FINITE_SINCE
+from mlm.data.sampler import Ranges
 from mlm.parallel.collectives import all_reduce
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
@@ -45,7 +46,7 @@ DOUBTFUL, LONGEST = 3, 8
 SUSPICION = "suspicion"
 """Key of the state of `judge_loss` in a checkpoint."""
 TINY = 1e-30
-MOST_STEPS, MOST_COUNT = 10_000, (1 << 62) - 1
+MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,6 @@ class PeaksOverThreshold:
         """Of the last steps, in which losses that grow do not make the next one usual."""
 
     def add(self, value: float) -> None:
-        """Add the number of a step."""
         if len(self.values) >= self.fewest:
             if len(self.excesses) == self.size:
                 del self.ordered[bisect_left(self.ordered, self.excesses.popleft())]
@@ -178,7 +178,6 @@ class RecentSteps:
             self.add(float(loss), float(norm))
 
     def add(self, loss: float, norm: float) -> None:
-        """Add a step, if it is finite."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.pairs.append((loss, norm))
             self.losses.add(loss)
@@ -201,10 +200,15 @@ class IncidentState:
     """Recent numbers, and what incidents have changed; a checkpoint keeps both."""
 
     recent: RecentSteps
+    ranges: Ranges = ()
+    """Samples left out: (first, count)."""
     steps: list[int] = field(default_factory=list)
     """Steps whose update an incident left out."""
+    rewinds: int = 0
     nonfinite_steps: int = 0
     """Newest steps in a row without finite gradients; overflows that halve the loss scale do not count."""
+    last_rewind: tuple[int, int] = (0, 0)
+    """Step of the last incident that was returned from, and step of the checkpoint that was loaded."""
     first_nonfinite_step: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
     suspect: int = 0
@@ -251,12 +255,22 @@ class IncidentState:
             self.count = max(0, self.count - DOUBTFUL)
             self.suspect = self.suspect if self.count else 0
 
+    def rewind_below(self, step: int) -> int | None:
+        """Return the step below which an incident at `step` finds its checkpoint; None for any.
+
+        Training that gets no further than the last time goes further back.
+        """
+        failed, target = self.last_rewind
+        return target if step <= failed else None
+
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
         return {
             "recent": [list(pair) for pair in self.recent.pairs],
+            "left_out_samples": [list(range_) for range_ in self.ranges],
             "left_out_steps": self.steps[-MOST_STEPS:],
+            "rewinds": self.rewinds,
             "streak": self.nonfinite_steps,
+            "returned": list(self.last_rewind),
             NOT_FINITE_SINCE: self.first_nonfinite_step,
             DOUBTFUL_SINCE: self.doubt,
             SUSPICION: [self.suspect, self.count, self.expires, self.differ, *self.ceilings],
@@ -267,18 +281,23 @@ def decode(saved: Any, window: int) -> IncidentState:
     """Return the state that a checkpoint holds; a new one for None. Raises CorruptFileError."""
     if saved is None:
         return IncidentState(RecentSteps(window))
-    number = partial(whole_number, most=MOST_COUNT)
+    number = partial(whole_number, most=MOST_SAMPLES)
     try:
         assert isinstance(saved, Mapping)
+        ranges = tuple((number(first), number(count)) for first, count in saved["left_out_samples"])
         steps = [*map(number, saved["left_out_steps"])]
-        if len(steps) > MOST_STEPS:
+        if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
+        failed, target = map(number, saved["returned"])
         suspect, count, expires, differ = map(number, saved[SUSPICION][:4])
         rare, unusual, usual = map(float, saved[SUSPICION][4:])
         return IncidentState(
             RecentSteps(window, saved["recent"]),
+            ranges,
             steps,
+            rewinds=number(saved["rewinds"]),
             nonfinite_steps=number(saved["streak"]),
+            last_rewind=(failed, target),
             first_nonfinite_step=number(saved[NOT_FINITE_SINCE]),
             suspect=suspect,
             count=count,
@@ -290,3 +309,11 @@ def decode(saved: Any, window: int) -> IncidentState:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"
         ) from error
+
+
+def spare_samples(trainer: Trainer) -> int:
+    """Return how many more samples a run may need than its steps read, for those that incidents leave out."""
+    settings, size = trainer.config.incident, trainer.config.train.global_batch_size
+    state = decode(trainer.extra_state.get(INCIDENTS), settings.window)
+    further = 2 * size * settings.rewinds if settings.action == "rewind" else 0
+    return sum(count + size for _, count in state.ranges) + further

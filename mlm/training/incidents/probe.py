@@ -3,9 +3,10 @@
 Shapes: S sequence, B micro-batch, H features. With sequence parallelism S is S/t.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,11 +19,12 @@ from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
+from mlm.training.graphs import layers_called
 from mlm.training.kernels import should_compile
 from mlm.training.trainer import Trainer
 
 WEIGHT, INPUT, OUTPUT, GRADIENT, WEIGHT_GRADIENT = "weight", "input", "output", "gradient", "weight gradient"
-Order = tuple[int, int, int]
+ComputeOrder = tuple[int, int, int]
 """Position of a tensor in the order of computation: weights, forward, backward, weight gradients."""
 Places = dict[str, dict[str, Any] | None]
 """Fields of incident.json: first_not_finite, the first number that is not finite (tensor, name, sample,
@@ -37,7 +39,7 @@ class TensorRow:
     """weight, input or output of a module, gradient of the output, weight gradient."""
     name: str
     """Module, or parameter."""
-    order: Order
+    order: ComputeOrder
     elements: int = 0
     bad: int = 0
     """Elements that are not finite."""
@@ -116,25 +118,9 @@ class StepProbe:
     def _hooks(self) -> Iterator[None]:
         """Look at inputs, outputs and gradients of all modules without children."""
         trainer = self.trainer
-        handles = [
-            module.register_forward_hook(self._hook(name))
-            for chunk in trainer.model.chunks
-            for name, module in chunk.named_modules()
-            if name in self.modules
-        ]
-        compiled = should_compile(trainer.config.compile, trainer.ctx.device)
-        try:
-            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        number = self.modules[name]
-
-        def look(_module: nn.Module, inputs: Any, output: Any) -> None:
-            batch = self.batch
+        def look(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
+            batch, number = self.batch, self.modules[name]
             if batch is None:
                 return
             if inputs and isinstance(inputs[0], Tensor):
@@ -144,9 +130,22 @@ class StepProbe:
                 if output.requires_grad:
                     output.register_hook(lambda grad: self.look(GRADIENT, name, (2, -number, 0), grad, batch))
 
-        return look
+        handles = [
+            module.register_forward_hook(partial(look, name))
+            for chunk in trainer.model.chunks
+            for name, module in chunk.named_modules()
+            if name in self.modules
+        ]
+        compiled = should_compile(trainer.config.compile, trainer.ctx.device)
+        try:
+            stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+            with stance, layers_called(trainer.model.chunks):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def look_at_shard(self, what: str, shard: ParameterShard, order: Order, x: Tensor) -> None:
+    def look_at_shard(self, what: str, shard: ParameterShard, order: ComputeOrder, x: Tensor) -> None:
         """Look at a weight or its gradient, and note the first expert that is not finite."""
         self.look(what, shard.name, order, x)
         row = self.rows.get((what, shard.name))
@@ -154,7 +153,7 @@ class StepProbe:
             row.expert = shard.offset[0] + int((~x.isfinite()).flatten(1).any(1).nonzero()[0])
 
     @torch.no_grad()
-    def look(self, what: str, name: str, order: Order, x: Tensor, batch: Any = None) -> None:
+    def look(self, what: str, name: str, order: ComputeOrder, x: Tensor, batch: Any = None) -> None:
         """Count the elements of a tensor that are not finite, and take the norm of each sample's part."""
         if not x.is_floating_point() or not x.numel():
             return

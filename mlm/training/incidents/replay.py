@@ -11,7 +11,7 @@ import torch
 from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
 from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import from_dict
-from mlm.data.sampler import MicroBatch, first_of_step
+from mlm.data.sampler import MicroBatch
 from mlm.launch.process import run_rank
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import TRAIN_RULES, Launch
@@ -38,35 +38,8 @@ REMEDY = "name a folder of out/incidents"
 
 
 def run(config: ReplayConfig) -> None:
-    """Replay an incident. Raises UserError."""
+    """Replay the step of an incident. Raises UserError, also for a record that has no step to replay."""
     folder, record = read_incident(config.incident)
-    spec = replay_settings(config, folder, record)
-    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, USER_CODE_RULES):
-        raise ConfigError(problems)
-    run_rank("mlm.training.incidents.replay:replay", spec)
-
-
-def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of an incident and its record. Raises UserError, CorruptFileError."""
-    folder = Path(path)
-    if folder.is_file():
-        folder = folder.parent
-    file = folder / FILE
-    try:
-        record = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
-    except FileNotFoundError:
-        raise UserError(f"incident={path}: holds no {FILE}; {REMEDY}") from None
-    except OSError as error:
-        raise UserError(f"incident={path}: {error.strerror} ({error.filename}); {REMEDY}") from None
-    except ValueError as error:
-        raise CorruptFileError(f"{file}: is damaged ({error}); take another incident") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise CorruptFileError(f"{file}: is no incident of this version; take another")
-    return folder, record
-
-
-def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> ReplayRun:
-    """Return the settings of a replay. Raises UserError for a record that has no step to replay."""
     if record.get("exact") is None:
         raise UserError(
             f"incident={config.incident}: {', '.join(record.get('kinds', ()))} is no incident of one step; "
@@ -96,7 +69,29 @@ def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) 
         "cuda_graphs": False,
         "profile": False,
     }
-    return ReplayRun(**settings, folder=str(folder), second_precision=config.precision)
+    spec = ReplayRun(**settings, folder=str(folder), second_precision=config.precision)
+    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, USER_CODE_RULES):
+        raise ConfigError(problems)
+    run_rank("mlm.training.incidents.replay:replay", spec)
+
+
+def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an incident and its record. Raises UserError, CorruptFileError."""
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    file = folder / FILE
+    try:
+        record = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
+    except FileNotFoundError:
+        raise UserError(f"incident={path}: holds no {FILE}; {REMEDY}") from None
+    except OSError as error:
+        raise UserError(f"incident={path}: {error.strerror} ({error.filename}); {REMEDY}") from None
+    except ValueError as error:
+        raise CorruptFileError(f"{file}: is damaged ({error}); take another incident") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise CorruptFileError(f"{file}: is no incident of this version; take another")
+    return folder, record
 
 
 class SkipSteps(Observer):
@@ -117,12 +112,21 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     step = int(record["step"])
     trainer: Trainer[MicroBatch] = Trainer(config, ctx)
     state = decode(record["memory"], config.incident.window)
-    start = load_ancestor(trainer, record)
+    # the newest whole save that the incident descends from; None for initial weights
+    root, (saves, may_begin) = Path(config.out, CHECKPOINTS), find_starts(record)
+    start = load_first_whole(trainer, list(map(str, find_saves(root, saves))))
+    reads_corpus = config.data.kind == "indexed" and step > 1
+    if start is None and (config.ckpt is not None or not may_begin or reads_corpus):
+        raise UserError(
+            f"incident at step {step}: no checkpoint is left in {root} that it descends from and that had "
+            "its settings; keep more with checkpoint.keep_every"
+        )
     print(f"step {step} of {config.out}, replayed from {start or 'initial weights'}")
 
-    # Train up to the step, without the updates that the run left out.
-    size, ramp = config.train.global_batch_size, config.train.ramp_batch
-    needed = first_of_step(trainer.consumed_samples, step - trainer.step, size, ramp)
+    # Train up to the step, without the samples and updates that the run left out.
+    trainer.excluded_samples, size = state.ranges, config.train.global_batch_size
+    excluded = sum(count + size for _, count in state.ranges)
+    needed = trainer.consumed_samples + (step - trainer.step) * size + excluded
     with trainer.batches(train_dataset(trainer.config, needed, trainer.history)) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(state.steps, trainer)])
         while trainer.step < step - 1:
@@ -141,20 +145,6 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
         print(f"precision={second.precision.dtype}: {numbers}")
         for line in describe_places(places):
             print(f"  {line}")
-
-
-def load_ancestor(trainer: Trainer, record: dict[str, Any]) -> Path | None:
-    """Load the newest whole save that an incident descends from; None for initial weights."""
-    config, root = trainer.config, Path(trainer.config.out, CHECKPOINTS)
-    saves, may_begin = find_starts(record)
-    path, step = load_first_whole(trainer, list(map(str, find_saves(root, saves)))), int(record["step"])
-    reads_corpus = config.data.kind == "indexed" and step > 1
-    if path is None and (config.ckpt is not None or not may_begin or reads_corpus):
-        raise UserError(
-            f"incident at step {step}: no checkpoint is left in {root} that it descends from and that had "
-            "its settings; keep more with checkpoint.keep_every"
-        )
-    return path
 
 
 def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:

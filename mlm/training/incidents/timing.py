@@ -47,7 +47,6 @@ class SlowRanks(Observer):
         self.start(trainer.step)
 
     def start(self, step: int) -> None:
-        """Begin to measure after `step`."""
         self.since, self.step = time.monotonic(), step
         self.waited = dict(self.ctx.watch.spent)
         self.spent = dict.fromkeys(PHASES.values(), 0.0)
@@ -132,7 +131,6 @@ class RankTimes:
         )
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
         ranks = [{"host": host, **times} for host, times in zip(self.hosts, self.shares, strict=True)]
         return {
             "slowest": self.slowest,
@@ -166,7 +164,6 @@ class Profiler(Observer):
         self.tracer.stop()
 
     def write(self, tracer: profile) -> None:
-        """Write the trace and show where the steps went."""
         steps = tracer.step_num - 2
         if not steps:
             return

@@ -8,6 +8,7 @@ The folder of an incident is out/incidents/step-00001234:
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import step_name
 from mlm.checkpoint.native.run_state import FINETUNING, INCIDENTS, LINEAGE
+from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
@@ -26,10 +28,18 @@ from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.reporter import Reporter
-from mlm.training.incidents.comparisons import compute_again, replica_differences
-from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
+from mlm.training.incidents.comparisons import replica_differences
+from mlm.training.incidents.numbers import (
+    MOST_RANGES,
+    StepNumbers,
+    decode,
+    exceeds_limits,
+    shared_numbers,
+    sum_numbers,
+)
 from mlm.training.incidents.probe import WEIGHT, StepProbe, describe_places
-from mlm.training.observer import DeferredCheck, Observer, StepOutcome
+from mlm.training.observer import DeferredCheck, Observer, RewindRequested, StepOutcome
+from mlm.training.resume import rewind, rewind_candidates
 from mlm.training.saver import Saver
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
@@ -44,6 +54,7 @@ MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank", "idle_expert"
 OUTCOMES = {
     "log": "training continues",
     "skip": "its update is left out",
+    "rewind": "training returns to a checkpoint",
     "stop": "training stops",
     "computed again": "the update is that of the second pass",
 }
@@ -70,7 +81,6 @@ class IncidentReasons:
         self.lines.append(line)
 
     def text(self, folder: Path | None) -> str:
-        """Return all lines as one, with the folder that has more."""
         return "; ".join(self.lines) + (f"; see {folder}" if folder else "")
 
 
@@ -85,9 +95,10 @@ class Incidents(Observer):
         self.trainer, self.reporter, self.saver = trainer, reporter, saver
         self.settings, self.checks = trainer.config.incident, trainer.config.check
         self.root = out / FOLDER
-        self.state = decode(trainer.extra_state.get(INCIDENTS), self.settings.window)
-        self.note_doubt()
+        self.load_state()
         self.batches: Sequence[Any] = ()
+        self.rewinds = False
+        """True if the newest step asks for a rewind."""
         self.differences: list[str] = []
         """Tensors and counters that are not equal on all replicas, in words."""
         self.end: StepNumbers | None = None
@@ -97,6 +108,12 @@ class Incidents(Observer):
         self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
             trainer.optimizer, trainer.shards[0].parameter.dtype
         )
+
+    def load_state(self) -> None:
+        """Take the state of incidents from the trainer, which a checkpoint may have filled."""
+        self.state = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
+        self.trainer.excluded_samples = self.state.ranges
+        self.note_doubt()
 
     def before_save(self) -> None:
         self.check_replicas()
@@ -126,13 +143,16 @@ class Incidents(Observer):
     def judge(self, parts: Tensor, norm: Tensor) -> bool:
         """Decide on a step before its update; True leaves the update out. Collective.
 
-        The first step of an incident is computed again. Where the second pass is normal, the update is its,
-        and `parts` and `norm` hold its numbers then.
+        The first step of an incident is computed again, to see if its error came from hardware. Gradients,
+        `parts` and `norm` are the second pass's then, and the update too if that is normal.
         """
-        numbers, again = shared_numbers(self.trainer, parts, norm), None
+        trainer, again = self.trainer, None
+        numbers = shared_numbers(trainer, parts, norm)
         reasons = self.judge_numbers(numbers)
         if reasons.kinds and not self.state.nonfinite_steps:
-            again = compute_again(self.trainer, self.batches, parts, norm)
+            parts.copy_(trainer.compute_gradients(self.batches))
+            norm.copy_(gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale)
+            again = shared_numbers(trainer, parts, norm)
             if not again.are_finite or self.judge_numbers(again).kinds:
                 again = None
                 self.compare_replicas()
@@ -179,7 +199,6 @@ class Incidents(Observer):
                 reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
 
     def note_finite(self, loss: float) -> None:
-        """Note that the numbers of the next step are finite, and its loss."""
         self.state.first_nonfinite_step = self.state.nonfinite_steps = 0
         self.state.judge_loss(loss, self.trainer.step + 1, is_repeated=self.end is not None)
         self.note_doubt()
@@ -196,9 +215,8 @@ class Incidents(Observer):
         parts = trainer.compute_gradients(self.batches)
         norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
         self.end = numbers = shared_numbers(trainer, parts, norm)
-        if (
-            trainer.scaler.dynamic and not self.state.nonfinite_steps
-        ):  # then an overflow of gradients is usual
+        # Gradients that overflow once at a dynamic loss scale are usual.
+        if trainer.scaler.dynamic and not self.state.nonfinite_steps:
             numbers = replace(numbers, norm=0.0)
         self.count_nonfinite(numbers, IncidentReasons())
 
@@ -207,14 +225,13 @@ class Incidents(Observer):
 
         `again` is a normal second pass: then no sample is to blame, and none is left out.
         """
-        action: str = self.settings.action
-        step, details = self.trainer.step + 1, dict[str, Any]()
+        action, step, details = self.action(), self.trainer.step + 1, dict[str, Any]()
         if again is not None:
             state = "normal" if numbers.are_finite else "finite"
             reasons.add(
                 "transient", f"computed again: {state} ({again}); not in the data; {SUSPECT_HARDWARE}"
             )
-            action = "stop" if action == "stop" else "computed again"
+            action = "stop" if self.settings.action == "stop" else "computed again"
             details = {"second_pass": {"loss": again.loss, "grad_norm": again.norm}}
         elif self.has_place(reasons):
             _, places = StepProbe(self.trainer).run(self.batches)
@@ -223,16 +240,36 @@ class Incidents(Observer):
                 details = dict(places)
         folder = self.write(reasons, details, numbers)
         text = f"step {step}: incident: {reasons.text(folder)}"
-        ends = "exhausted" in reasons.kinds  # DivergenceStop ends the run
+        ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
         self.reporter.problem(f"{text} ({OUTCOMES['stop' if ends else action]})")
         if action == "stop":
-            text += "; stopped as incident.action=stop asks"
+            text += f"; stopped as incident.action={self.settings.action} asks"
+            if self.settings.action == "rewind" and not self.differences:
+                most = self.settings.rewinds
+                often = f"training has returned incident.rewinds={most} times"
+                is_used_up = self.state.rewinds >= most
+                text += f": {often if is_used_up else 'no earlier checkpoint is left to return to'}"
             raise IncidentError(text + (OTHER_HOST if self.differences else ""))
         if action == "skip":
             self.state.steps.append(step)
-        record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
-        self.record_event(reasons, {"at": step, **record}, folder)
-        return action == "skip"
+        self.rewinds = action == "rewind"
+        if not self.rewinds:
+            record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
+            self.record_event(reasons, {"at": step, **record}, folder)
+        return action not in ("log", "computed again")
+
+    def action(self) -> str:
+        """Return what is done: as asked, or as far as it can be."""
+        asked = self.settings.action
+        if asked != "rewind":
+            return asked
+        trainer, before = self.trainer, self.state.rewind_below(self.trainer.step + 1)
+        if self.differences:
+            return "stop"
+        is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
+        if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
+            return "skip" if before is None else "stop"
+        return "rewind" if self.state.rewinds < self.settings.rewinds else "stop"
 
     def report(self, kind: str, line: str, details: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
@@ -244,7 +281,6 @@ class Incidents(Observer):
         return text
 
     def record_event(self, reasons: IncidentReasons, record: dict[str, Any], folder: Path | None) -> None:
-        """Add a record to metrics.jsonl."""
         common = {"step": self.trainer.step, "kinds": reasons.kinds, "folder": folder and str(folder)}
         self.reporter.event("incident", {**common, **record})
 
@@ -256,21 +292,28 @@ class Incidents(Observer):
     def write(
         self, reasons: IncidentReasons, details: dict[str, Any], numbers: StepNumbers | None = None
     ) -> Path | None:
-        """Write the folder of an incident; None if there is no place. Collective.
+        """Write the folder of an incident; None if there are too many, or it cannot be made. Collective.
 
         `numbers` are of a step before its update, None for an incident of the state after it.
         """
-        ctx, ranks, step = (
-            self.trainer.ctx,
-            Ranks.of(self.trainer.ctx),
-            self.trainer.step + (numbers is not None),
-        )
         if not self.has_place(reasons):
             return None
-        name = ranks.broadcast(make_folder(self.root, step) if ctx.is_main else None)
-        if name is None:
+        ctx, ranks = self.trainer.ctx, Ranks.of(self.trainer.ctx)
+        step = self.trainer.step + (numbers is not None)
+        name = first = step_name(step)
+        for number in count(2) if ctx.is_main else ():
+            try:
+                (self.root / name).mkdir(parents=True)
+                break
+            except FileExistsError:
+                name = f"{first}-{number}"
+            except OSError:  # the disk does not take it
+                name = ""
+                break
+        name = str(ranks.broadcast(name))
+        if not name:
             return None
-        self.count, folder = self.count + 1, self.root / str(name)
+        self.count, folder = self.count + 1, self.root / name
         record = {"format": FORMAT, "step": step, "kinds": reasons.kinds, "action": self.settings.action}
         record |= self.facts(numbers)
         if numbers is not None:
@@ -309,7 +352,9 @@ class Incidents(Observer):
         }
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Compare replicas where due. Collective."""
+        """Rewind if the step asked for it; compare replicas where due. Collective."""
+        if self.rewinds:
+            raise RewindRequested(self.rewind)
         if self.checks.every and self.trainer.step % self.checks.every == 0:
             self.check_replicas()
 
@@ -327,19 +372,28 @@ class Incidents(Observer):
         self.compare_replicas()
         if self.differences:
             text = self.report("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
-            if self.settings.action == "stop":
+            if self.settings.action in ("stop", "rewind"):
                 raise IncidentError(text + OTHER_HOST)
 
+    def rewind(self) -> None:
+        """Return to the last good checkpoint and leave out the samples of the incident. Collective.
 
-def make_folder(root: Path, step: int) -> str | None:
-    """Make a new folder for an incident at a step and return its name; None if the disk does not take it."""
-    name = first = step_name(step)
-    for number in count(2):
-        try:
-            (root / name).mkdir(parents=True)
-            return name
-        except FileExistsError:
-            name = f"{first}-{number}"
-        except OSError:
-            break
-    return None
+        From the same incident it goes one checkpoint further back.
+        """
+        trainer, before, samples = self.trainer, self.state, self.trainer.newest_samples
+        failed, self.rewinds = trainer.step, False
+        with suppress(CheckpointError):  # a failed save was reported
+            self.saver.finish()
+        path = rewind(trainer, before.rewind_below(failed))
+        assert path is not None, "action() has looked"
+        self.load_state()
+        # The checkpoint knows nothing of incidents after it.
+        ranges = {*self.state.ranges, *before.ranges, (samples.start, len(samples))}
+        self.state.ranges = tuple(sorted(ranges))[:MOST_RANGES]
+        self.state.rewinds, self.state.last_rewind = before.rewinds + 1, (failed, trainer.step)
+        trainer.excluded_samples = self.state.ranges
+        self.reporter.rewound(trainer.step)
+        excluded = f"samples {samples.start} to {samples.stop - 1} are left out"
+        self.reporter.problem(f"returned from step {failed} to {path}; {excluded}")
+        event = {"step": trainer.step, "from": failed, "left_out": [samples.start, len(samples)]}
+        self.reporter.event("rewound", event)

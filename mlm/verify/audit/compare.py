@@ -87,8 +87,8 @@ class Comparison:
         self.layout, self.reference, self.ranks, self.spreads = layout, reference, ranks, spreads
         self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
-        self.replayed: Record | None = None
-        """What one process computes under hypotheses."""
+        self.operation: Cause | None = None
+        """The cause of an output that is wrong by an operation."""
         self.misread: Cause | None = None
         """The cause of samples that are not those of one process."""
         self.locations: list[Location] = []

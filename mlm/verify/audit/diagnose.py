@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from mlm.verify.audit.compare import Comparison, Location
 from mlm.verify.audit.formats import EPS
-from mlm.verify.audit.hypotheses import explain_loss, explain_norm, explain_update
+from mlm.verify.audit.hypotheses import explain_norm, explain_update
 from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, are_copies, difference, scale_of
-from mlm.verify.audit.patterns import Pattern, cause_of, is_close, pattern
+from mlm.verify.audit.patterns import cause_of, is_close, pattern
 from mlm.verify.audit.record import KINDS, Cause, Split
-from mlm.verify.audit.replay import explain_part_update, explain_replay
 
 MOST_NAMES = 4
+MASK = "dropout mask"
+"""What parts where masks do, and no number without dropout."""
 NEITHER = "it is no sum, mean, multiple or order of what ranks have"
 """Of a difference that no hypothesis reproduces."""
 
@@ -103,13 +105,41 @@ def equal(place: Location) -> str | None:
 
 def _torn(torn: Sequence[Location]) -> Finding:
     """Initial weights that differ between copies, or are equal between parts."""
-    if axis := unequal(torn[0]):
+    axis = unequal(torn[0])
+    if axis and (why := _regrouped(torn[0], axis)):
+        cause = "parts on other ranks"
+    elif axis:
         cause = "weights depend on the rank"
         why = f"copies on {axis} ranks differ before the first step; draw them from one seed, or broadcast"
     else:
         cause = "shards begin equal"
         why = f"every {equal(torn[0])} rank begins with the same numbers; draw the whole, and slice it"
     return Finding(_list(torn), KINDS["initial"], 1, torn[0].relative, cause, why)
+
+
+def _regrouped(place: Location, axis: str) -> str:
+    """Which ranks hold copies, where these are as many as they should be and others; empty otherwise."""
+    number = SPLIT_AXES.index(axis)
+    right, held = list[list[int]](), list[list[int]]()
+    parts: dict[int, Tensor] = {}
+    for group in place.match.copies(axis):
+        ranks = {at[number]: x for at, x in group.items() if not any(at[:number] + at[number + 1 :])}
+        if ranks:
+            right.append([*ranks])
+            parts |= ranks
+    for rank, x in sorted(parts.items()):
+        alike = next((group for group in held if torch.equal(parts[group[0]], x)), None)
+        if alike is None:
+            held.append([rank])
+        else:
+            alike.append(rank)
+    if len(held) < 2 or sorted(map(len, held)) != sorted(map(len, right)):
+        return ""
+    has, should = (" and ".join(str(group) for group in groups) for groups in (held, right))
+    return (
+        f"{axis} ranks {has} hold the same part each, where {should} should; look at how the number of a "
+        "part, of a key and value head say, follows from the rank: r // n, not r % n"
+    )
 
 
 def _list(places: Sequence[Location]) -> str:
@@ -128,7 +158,7 @@ def _dropout(comparison: Comparison) -> Finding | None:
                 held, dropped = ("copies of its input", "other") if x == x0 else ("other inputs", "the same")
                 how = "alike" if x == x0 else f"by {axis} rank"
                 why = f"{axis} ranks hold {held} and drop {dropped} elements; seed its random stream {how}"
-                return Finding(name, "dropout mask", 1, 1.0, "dropout streams", why)
+                return Finding(name, MASK, 1, 1.0, "dropout streams", why)
     return None
 
 
@@ -150,19 +180,15 @@ def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Loc
     """The cause of a wrong output or gradient of an output."""
     kind, same = place.key.kind, [p for p in comparison.locations if p.key[:2] == place.key[:2]]
     before = next((p for p, following in pairwise(same) if following is place), None)
-    name = before.key.name if before is not None else "the loss" if kind == "backward" else "what is"
-    cause = None
-    if kind == "output":
-        cause = _gathered(comparison, place) or comparison.misread
-    if kind == "backward" or not place.key.name:
-        cause = cause or explain_loss(comparison, place.key.step)
+    first = "the loss" if kind == "backward" else "what is"
+    name = (before.key.name or "the whole module") if before is not None else first
+    cause = (_gathered(comparison, place) or comparison.misread) if kind == "output" else None
+    if kind == "backward":
+        cause = _of_all_gradients(comparison, place.key.step)
+    cause = cause or comparison.operation
     if cause is None and not place.match.sums:
         cause = cause_of(kind, pattern(comparison, [place]), name)
-    if cause is None and before is not None and before.match.sums:  # right as addends, and taken for the sum
-        cause = cause_of(kind, Pattern("own", before.match.sums[0]))
-        assert cause is not None
-        return cause._replace(place=name)
-    if cause := cause or explain_replay(comparison, place):
+    if cause is not None:
         return cause
     bound = place.limit * place.largest
     wrong = [at for at, pair in place.match.pairs.items() if not difference(*pair) <= bound]
@@ -175,6 +201,17 @@ def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Loc
     stage = f" of stage {place.stage}" if comparison.layout["pp"] > 1 else ""
     where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}{stage}"
     return Cause(f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}")
+
+
+def _of_all_gradients(comparison: Comparison, step: int) -> Cause | None:
+    """The cause of factors by which all gradients of parameters are wrong: a divisor of the loss, say."""
+    gradients = [p for p in comparison.locations if p.key[:2] == (step, "gradient")]
+    found = pattern(comparison, gradients) if gradients and any(p.is_wrong for p in gradients) else None
+    if found is None or found.name in ("own", "mean", "permuted"):
+        return None
+    if found.name in ("times", "divided", "scaled"):
+        return Cause("wrong divisor", f"all gradients are {found.factor} times those of one process")
+    return cause_of("gradient", found)
 
 
 def _gathered(comparison: Comparison, place: Location) -> Cause | None:
@@ -200,11 +237,7 @@ def _values(place: Location, cause: Cause) -> Cause:
 
 def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]) -> Cause:
     gradients = [p for p in comparison.locations if p.key[:2] == (place.key.step, "gradient")]
-    is_backward_wrong = any(p.is_wrong for p in gradients)
-    cause = _gathered(comparison, place) or explain_loss(comparison, place.key.step)
-    found = pattern(comparison, gradients) if is_backward_wrong and not cause else None
-    if found is not None and found.name in ("times", "divided", "scaled"):
-        cause = Cause("wrong divisor", f"all gradients are {found.factor} times those of one process")
+    cause = _gathered(comparison, place) or _of_all_gradients(comparison, place.key.step)
     if cause is None and not _has_outputs(comparison):
         why = (
             "look at sums over tp and cp, the order of qkv rows, positions, dropout masks, routers and their "
@@ -213,9 +246,11 @@ def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]
         cause = Cause("forward pass", why)
     if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
         cause = Cause("wrong divisor", f"it is {found.factor} times as much")
-    if cause is None and not is_backward_wrong:
+    cause = cause or comparison.operation
+    if cause is None and not any(p.is_wrong for p in gradients):
         cause = Cause("reported loss", "all gradients are right: only what is reported is not")
-    return _values(place, cause or Cause("loss", f"all outputs are right; {NEITHER}"))
+    compared = "no output that is compared is wrong (scalars are not)"
+    return _values(place, cause or Cause("loss", f"{compared}; {NEITHER}"))
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -224,10 +259,11 @@ def _has_outputs(comparison: Comparison) -> bool:
 
 
 def _explain_gradients(comparison: Comparison, place: Location, wrong: Sequence[Location]) -> Cause:
-    if cause := explain_loss(comparison, place.key.step) or cause_of("gradient", pattern(comparison, wrong)):
+    if cause := cause_of("gradient", pattern(comparison, wrong)):
         return cause
     if _has_outputs(comparison):
-        return Cause("wrong reduction", f"inside the model gradients are right but for a scale; {NEITHER}")
+        why = f"inside the model gradients are right but for a scale; {NEITHER}"
+        return comparison.operation or Cause("wrong reduction", why)
     # by whose gradients are wrong: backward begins at the end of the model
     step = [p for p in comparison.locations if p.key[:2] == place.key[:2] and p.match.pairs]
     index = step.index(wrong[-1])
@@ -262,8 +298,8 @@ def _explain_clipped(comparison: Comparison, place: Location, wrong: Sequence[Lo
 
 
 def _explain_weights(comparison: Comparison, place: Location, wrong: Sequence[Location]) -> Cause:
-    cause = explain_update(comparison, wrong) or explain_part_update(comparison, wrong)
-    name, why, _ = cause or Cause("update depends on the layout", NEITHER)
+    cause = explain_update(comparison, wrong)
+    name, why, _ = cause or comparison.operation or Cause("update depends on the layout", NEITHER)
     if axis := next(filter(None, map(unequal, wrong)), None):
         name, why = "replicas drift", f"copies on {axis} ranks differ ({name}: {why})"
     return Cause(name, f"the gradients are right, the update is not: {why}")

@@ -22,17 +22,19 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
+import torch._dynamo  # operators import it where they run first: once here, not on each rank that is forked
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mlm.parallel.watch import is_transport_error
-from mlm.util.errors import UserError, format_settings
+from mlm.util.errors import UserError, escape_controls, format_settings
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.calls import explain_samples, match_calls
-from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble, spreads_of
-from mlm.verify.audit.diagnose import Finding, diagnose
+from mlm.verify.audit.compare import Comparison, Layout, Location, Ranks, assemble, spreads_of
+from mlm.verify.audit.diagnose import MASK, Finding, diagnose
 from mlm.verify.audit.record import AXES, AuditSubject, Key, Record, Recorder
-from mlm.verify.audit.replay import task_of
+from mlm.verify.audit.search import find_operation
+from mlm.verify.audit.trace import trace_rank
 from mlm.verify.config import AuditConfig
 
 Build = Callable[..., AuditSubject]
@@ -48,6 +50,8 @@ NOISES = 3
 """Runs of one process by which the rounding of narrow formats is measured."""
 NOTE = 200
 """Bytes that say what a rank does."""
+TRACED = ("output", "loss", "backward", "gradient", "weight")
+"""Types of tensors whose causes are sought among operations."""
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
 
@@ -112,7 +116,10 @@ def first_line(error: BaseException) -> str:
 
 
 def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
-    """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first."""
+    """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first.
+
+    One that parts in masks of dropout alone comes after those whose numbers are wrong without dropout.
+    """
     layout = {axis: getattr(config, axis) for axis in AXES}
     dtype, why = torch.float64, ""
     try:
@@ -125,7 +132,14 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
         with suppress(UserError):  # of code that needs several axes
             outcomes.append(audit_layout(build, each, config, dtype))
     outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
-    return sorted(outcomes, key=lambda o: (o.finding is None, sorted(o.layout.values())))
+    return sorted(
+        outcomes,
+        key=lambda o: (
+            o.finding is None or o.finding.kind == MASK,
+            o.finding is None,
+            sorted(o.layout.values()),
+        ),
+    )
 
 
 def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype) -> Outcome:
@@ -161,12 +175,16 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
     found = diagnose(comparison)
-    task = None if found is None or found.is_explained or failure else task_of(comparison)
-    if task is not None:
-        with suppress(UserError):  # a module that fails on a part
+    if found is not None and not failure and (place := place_to_trace(comparison, found)) is not None:
+        with suppress(UserError):
+            traced = run(layout, task=partial(trace_rank, place=place)).wait()
+            task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
             (record,) = run(ones, weights_of=source, task=task).wait().values()
-            comparison.replayed = record
+            comparison.operation = next(iter(record.causes), None)
             found = diagnose(comparison)
+            if found is not None and record.given_up:
+                limit = f"the search ended at its limit of time, after {record.given_up} tries"
+                found = replace(found, sentence=f"{found.sentence}; {limit}")
     return Outcome(
         dict(layout),
         found,
@@ -176,6 +194,20 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         comparison.precision,
         comparison.rounding,
     )
+
+
+def place_to_trace(comparison: Comparison, found: Finding) -> Location | None:
+    """The tensor to explain by operations; None for one that samples or formulas explain."""
+    if not comparison.wrong or comparison.misread:
+        return None
+    place, *others = comparison.wrong
+    if place.key.kind not in TRACED:
+        return None
+    if place.key.kind in ("gradient", "weight") and found.is_explained:
+        return None
+    if place.key.kind == "loss" and comparison.replicas > 1:  # a replica's own says less than its gradients
+        return next((p for p in others if p.key.kind == "backward" and p.key.step == place.key.step), None)
+    return place
 
 
 class World:
@@ -208,8 +240,12 @@ class World:
             self.pids.append(pid)
 
     def wait(self) -> Ranks:
-        """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
+        """Wait for the ranks and return their records. Raises UserError for one that failed or hangs.
+
+        A line on a terminal says what rank 0 does.
+        """
         left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
+        screen = sys.stderr if sys.stderr.isatty() else None
         while left and time.monotonic() < end:
             reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
             if time.time() - reported > STUCK * self.config.timeout_s:
@@ -221,7 +257,12 @@ class World:
                 if ended and (status or not self._read(rank)[1]):
                     failed[rank] = os.waitstatus_to_exitcode(status)
                     end = min(end, time.monotonic() + GRACE_S)
+            if screen is not None:
+                screen.write(f"\r\033[K{self.size} ranks: {escape_controls(self._read(0)[0])[:60]}")
+                screen.flush()
             time.sleep(0.02)
+        if screen is not None:
+            screen.write("\r\033[K")
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

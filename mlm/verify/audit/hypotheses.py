@@ -1,11 +1,10 @@
-"""Hypotheses: each predicts wrong numbers from tensors of one process, and is a cause if they are these.
+"""Formulas of gradient norms and updates: each predicts wrong numbers from tensors of one process.
 
-Each returns a cause and a sentence, or None.
+One that gives what ranks have is the cause.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -13,130 +12,16 @@ import torch
 from torch import Tensor
 
 from mlm.verify.audit.compare import Comparison, Layout, Location, magnitude
-from mlm.verify.audit.parts import Coordinates, difference, region, scale_of
+from mlm.verify.audit.parts import Coordinates, difference, region
 from mlm.verify.audit.patterns import FIT
-from mlm.verify.audit.record import AXES, SQUARE, Cause, Key, Record, Split
+from mlm.verify.audit.record import AXES, SQUARE, Cause, Key, Record
 
-
-class LossRows(NamedTuple):
-    """A gradient of logits as a·softmax + s − w at the label: [rows] each."""
-
-    a: Tensor
-    s: Tensor
-    w: Tensor
-    label: Tensor
-
-    @classmethod
-    def fit(cls, softmax: Tensor, grad: Tensor) -> "LossRows | None":
-        """Of [..., V] and [..., V]; None where the gradient is not that of a cross entropy."""
-        p, g = (x.double().reshape(-1, x.shape[-1]) for x in (softmax, grad))
-        if p.shape != g.shape or p.shape[-1] < 4:
-            return None
-        label = g.argmin(-1, keepdim=True)
-        rest = torch.ones_like(p).scatter(-1, label, 0.0)
-        mean_p, mean_g = ((x * rest).sum(-1, True) / rest.sum(-1, True) for x in (p, g))
-        x, y = (p - mean_p) * rest, (g - mean_g) * rest
-        a = (x * y).sum(-1, True) / (x * x).sum(-1, True).clamp_min(1e-300)
-        s = mean_g - a * mean_p
-        w = (a * p + s - g).gather(-1, label)
-        fitted = (a * p + s).scatter_add(-1, label, -w)
-        return cls(a[:, 0], s[:, 0], w[:, 0], label[:, 0]) if near(fitted, g, magnitude(g)) else None
-
-    @property
-    def counts(self) -> Tensor:
-        """True for rows that count and have their label here."""
-        return self.w > FIT * magnitude(self.w)
-
-
-def near(x: Tensor, y: Tensor, size: float) -> bool:
-    return difference(x, y) <= FIT * size
-
-
-class Rows(NamedTuple):
-    """A rank's rows, the right ones, and of its part of the vocabulary the sum of the softmax."""
-
-    own: LossRows
-    right: LossRows
-    share: Tensor
-    log_sum: Tensor
-    """Of the exponentials of all logits."""
-
-
-def explain_loss(comparison: Comparison, step: int) -> Cause | None:
-    """Labels, divisors and terms of a cross entropy, as the gradient of its logits shows them."""
-    outputs = [p for p in comparison.locations if p.key[:2] == (step, "output") and not p.is_wrong]
-    for place in reversed(outputs):
-        key, match = place.key._replace(kind="backward"), place.match
-        logits, grad = (comparison.reference.tensors.get(k) for k in (place.key, key))
-        if logits is None or grad is None or logits.shape != grad.shape or logits.ndim < 2:
-            continue
-        softmax, ranks = logits.double().softmax(-1), list[Rows]()
-        for at, (_, part) in match.pairs.items():
-            actual = comparison.ranks[place.stage, *at].tensors.get(key)
-            p, right = (region(x, match.placement, at, match.parts) for x in (softmax, grad))
-            own, rows = (None if x is None else LossRows.fit(p, x) for x in (actual, right))
-            if own is not None and rows is not None:
-                ranks.append(Rows(own, rows, p.sum(-1).flatten(), (part - p.log())[..., 0].flatten()))
-        if len(ranks) == len(match.pairs):
-            of_vocabulary = partial(_of_vocabulary, ranks, comparison.layout["tp"])
-            return _of_labels(place, ranks) or _of_weights(comparison, ranks) or of_vocabulary()
-    return None
-
-
-def _of_labels(place: Location, ranks: Sequence[Rows]) -> Cause | None:
-    shape = next(iter(place.match.parts.values())).shape[:-1]
-    wrong = torch.stack(
-        [right.counts & ~(own.counts & (own.label == right.label)) for own, right, *_ in ranks]
-    ).view(-1, *shape)
-    for split in (how for how in place.match.placement.values() if isinstance(how, Split)):
-        if bool(wrong.any()) and (dim := split.dim % (len(shape) + 1)) < len(shape):
-            ends = torch.arange(1, shape[dim] + 1) % (shape[dim] // (2 if split.is_zigzag else 1)) == 0
-            if not bool(wrong.movedim(dim + 1, -1)[..., ~ends].any()):
-                why = f"the last token of each chunk of a {split.axis} rank has another label, or none"
-                return Cause("labels at the ends of chunks", f"{why}; shift labels before the split")
-    some = f"{int(wrong.sum())} of {wrong.numel()} tokens of ranks have another, or do not count"
-    return Cause("other labels", some) if bool(wrong.any()) else None
-
-
-def _of_weights(comparison: Comparison, ranks: Sequence[Rows]) -> Cause | None:
-    scales = []
-    for own, right, *_ in ranks:
-        x, y = torch.cat(own[:3]), torch.cat(right[:3])
-        scales.append(scale_of(x, y))
-        if not near(x, scales[-1] * y, magnitude(x)):
-            return None
-    factors = ", ".join(dict.fromkeys(f"{scale:.6g}" for scale in scales))
-    why = f"tokens of ranks count {factors} times as on one process"
-    if "," not in factors:  # a factor of replicas is undone where these are averaged
-        is_right = any(math.isclose(scales[0], n, rel_tol=FIT) for n in (1, comparison.replicas))
-        return None if is_right else Cause("wrong divisor", why)
-    sums = [float(own.w.sum()) for own, *_ in ranks]
-    if all(math.isclose(x, sums[0], rel_tol=FIT) for x in sums):
-        why += ", so that each rank's sum is the same; divide by the tokens of all ranks"
-        return Cause("divided by local tokens", why)
-    return Cause("ranks weighed unequally", why)
-
-
-def _of_vocabulary(ranks: Sequence[Rows], tp: int) -> Cause | None:
-    """A term of the loss that is of a rank's part of the vocabulary."""
-    own, right = (LossRows(*map(torch.cat, zip(*(rows[i] for rows in ranks), strict=True))) for i in (0, 1))
-    share, log_sum = (torch.cat([rows[i] for rows in ranks]) for i in (2, 3))  # type: ignore[misc]
-    size = magnitude(right.a)
-    is_softmax_right, is_shift_right = near(own.a, right.a, size), near(own.s, right.s, size)
-    term = ""
-    if tp > 1 and is_softmax_right and not is_shift_right and near(own.s, right.s * tp, size):
-        term = "label smoothing divides by the size"
-    elif tp > 1 and is_shift_right and near(own.a, right.a / share, size) and not is_softmax_right:
-        term = "the softmax is over the logits"
-    elif tp > 1 and is_shift_right and not is_softmax_right:
-        # a z-loss adds 2 c w log_sum to the weight w of the softmax; that of a part has its own softmax
-        z = (own.a - right.a) * share / (log_sum * (1 - share) + share.log())
-        factor = scale_of(z, right.a - z * log_sum)
-        if near(z, factor * (right.a - z * log_sum), magnitude(z)):
-            term = "the z-loss takes the sum of exponentials"
-    return Cause("local statistics", f"{term} of a rank's part of the vocabulary") if term else None
-
-
+LEAST_FITTED = 8
+"""Elements for each factor that is fitted, at least: fewer would fit by chance."""
+SPOKEN = 4
+"""Factors in a report."""
+MOST_SHIFTED = 4
+"""Elements by which shards are tried to be shifted."""
 Groups = Mapping[tuple[int, ...], Sequence[tuple[int, ...]]]
 Norms = Iterator[tuple[str, str, Mapping[tuple[int, ...], float]]]
 """Causes, and the norms of ranks that they predict."""
@@ -198,6 +83,8 @@ def _norms_of_ranks(comparison: Comparison, own: Mapping[tuple[int, ...], float]
         yield cause, why, {at: math.sqrt(sum(squares)) for at, squares in groups.items()}
         if over:
             why = f"roots of the squares of ranks along {over} are added; add squares, then take the root"
+            if over in ("dp", "cp"):  # whose ranks hold copies
+                why = f"it is that of a sum along {over} where a mean is due, or of ranks' roots added"
             yield "norm of roots", why, {at: sum(map(math.sqrt, squares)) for at, squares in groups.items()}
 
 
@@ -228,6 +115,7 @@ class Move(NamedTuple):
     """A rank's part of a weight: where it begins, how far it and the right one move, and a tolerance."""
 
     at: Coordinates
+    name: str
     start: Tensor
     moved: Tensor
     right: Tensor
@@ -236,31 +124,114 @@ class Move(NamedTuple):
 
 def explain_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause | None:
     """Formulas of an update: its scale, what decays, what stays as it was."""
+    moves = [m for m in _moves(comparison, wrong) if not difference(m.moved, m.right) <= m.bound]
+    if not moves:  # of parameters whose regions are offsets
+        return None
+    if all(magnitude(m.moved) <= m.bound for m in moves):
+        return Cause("not updated", "weights stay as they were")
+    step, scales = wrong[0].key.step, _scales(moves)
+    factors, decays = (
+        ", ".join(dict.fromkeys(f"{float(x[n]):.{digits}g}" for x in scales.values()))
+        for n, digits in ((0, 6), (1, 3))
+    )
+    if _are_scaled(moves, scales):
+        if all(math.isclose(x[0], 1.0, rel_tol=1e-4) for x in scales.values()):
+            return Cause("weight decay", f"weights move by {decays} of themselves beside the right update")
+        why = f"weights move {factors} times as far"
+        later = _moves(comparison, [p for p in comparison.wrong if p.key[:2] == (step + 1, "weight")])
+        after = _scales(later)
+        is_other = all(abs(x[0] - scales[at][0]) > 1e-2 for at, x in after.items() if at in scales)
+        if later and is_other and _are_scaled(later, after):
+            why += ", in the next step by another factor: look at step counts of schedules and corrections"
+        sizes = [(magnitude(m.start), magnitude(m.moved)) for m in moves]
+        if any(abs(x[1]) * start > 1e-4 * moved for start, moved in sizes for x in scales.values()):
+            why += f", but for {decays} of themselves: the decay has another factor"
+        return Cause("update scaled", why)
+    scales = _scales(moves, of_names=True)
+    if _are_scaled(moves, scales) and sum(m.right.numel() for m in moves) > LEAST_FITTED * len(scales):
+        names: dict[str, list[str]] = {}
+        for (_, name), x in scales.items():
+            names.setdefault(f"{float(x[0]):.6g}", []).append(name)
+        spoken = [f"{factor} ({own[0]})" for factor, own in names.items()]
+        more = f" and {len(spoken) - SPOKEN} other factors" if len(spoken) > SPOKEN else ""
+        why = (
+            f"weights move a factor as far, by parameter: {', '.join(spoken[:SPOKEN])}{more}; look at rates "
+        )
+        why += "of the optimizer's groups, and at depths or counts of layers that are a stage's"
+        return Cause("update scaled", why)
+    if shift := _shift(moves):
+        neighbour = f"the one {abs(shift)} {'after' if shift > 0 else 'before'} it in a flat tensor"
+        why = f"each moves as {neighbour} should; look at where shards of flat tensors begin, and at padding"
+        return Cause("shards shifted", why)
+    if all(float((m.moved - m.right).abs().minimum(m.moved.abs()).amax()) <= m.bound for m in moves):
+        why = "some elements stay as they were, the others are right; look at gathers of updates"
+        return Cause("partly updated", why)
+    if all(
+        difference(*((m.start + x).flatten().sort().values for x in (m.moved, m.right))) <= m.bound
+        for m in moves
+    ):
+        return Cause(
+            "shards permuted", "updated weights are right in another order; look at gathers of updates"
+        )
+    return None
+
+
+def _moves(comparison: Comparison, places: Sequence[Location]) -> list[Move]:
+    """Return the update of each weight in its step, where the weight before it was recorded."""
     moves: list[Move] = []
-    for place in wrong:
+    for place in places:
         key, match = place.key, place.match
         before = Key(key.step - 1, "weight", key.name) if key.step else Key(0, "initial", key.name)
         bound = max(1e-4, 10 * place.limit) * place.largest
         for at, (part, right) in match.pairs.items():
+            own = comparison.ranks[place.stage, *at].tensors.get(before)
             try:
-                start = region(comparison.reference.tensors[before], match.placement, at, match.parts)
-            except (RuntimeError, KeyError):  # of parameters whose regions are offsets
-                return None
-            moves.append(Move(at, start, part.double() - start, right.double() - start, bound))
-    moves = [m for m in moves if not difference(m.moved, m.right) <= m.bound]
-    largest = max(moves, key=lambda m: magnitude(m.start))
-    decay = scale_of(largest.moved - largest.right, largest.start)
-    scales: dict[Coordinates, float] = {}
-    for m in sorted(moves, key=lambda m: magnitude(m.right)):
-        scales[m.at] = scale_of(m.moved, m.right)
-    if all(magnitude(m.moved) <= m.bound for m in moves):
-        return Cause("not updated", "weights stay as they were")
-    if all(difference(m.moved - m.right, decay * m.start) <= m.bound for m in moves):
-        return Cause("weight decay", f"weights move by {decay:.3g} of themselves beside the right update")
-    if all(difference(m.moved, scales[m.at] * m.right) <= m.bound for m in moves):
-        factors = ", ".join(dict.fromkeys(f"{x:.6g}" for x in scales.values()))
-        return Cause("update scaled", f"weights move {factors} times as far")
-    if all(float((m.moved - m.right).abs().minimum(m.moved.abs()).amax()) <= m.bound for m in moves):
-        why = "some elements stay as they were, the others are right; look at gathers of updates"
-        return Cause("partly updated", why)
-    return None
+                start = region(
+                    comparison.reference.tensors[before], match.placement, at, match.parts
+                ).double()
+            except (RuntimeError, KeyError):
+                return []
+            if own is None or own.shape != start.shape:
+                return []
+            moves.append(Move(at, key.name, own.double(), part.double() - own, right.double() - start, bound))
+    return moves
+
+
+def _shift(moves: Sequence[Move]) -> int:
+    """How far, in flat weights, the elements are away whose update these receive; 0 where that is none.
+
+    Decay is of an element itself: u(i) = v(i + shift) + d w(i + shift) - d w(i), where v are right updates.
+    What is right is left out, and elements at either end, whose neighbours are another weight's.
+    """
+    for shift in (sign * size for size in range(1, MOST_SHIFTED + 1) for sign in (1, -1)):
+        columns: list[Tensor] = []
+        for m in moves:
+            start, moved, right = (x.flatten() for x in (m.start, m.moved, m.right))
+            inner = slice(max(0, -shift), max(0, len(moved) - max(0, shift)))
+            other = slice(max(0, shift), max(0, len(moved) - max(0, -shift)))
+            rows = torch.stack([right[other], start[other] - start[inner], moved[inner]], 1) / m.bound
+            columns.append(rows[(moved[inner] - right[inner]).abs() > m.bound])
+        system = torch.cat(columns)
+        if len(system) < 2 * LEAST_FITTED:
+            continue
+        factors = torch.linalg.lstsq(system[:, :2], system[:, 2:]).solution
+        if difference(system[:, :2] @ factors, system[:, 2:]) <= 1 and abs(float(factors[0]) - 1) < 1e-3:
+            return shift
+    return 0
+
+
+def _are_scaled(moves: Sequence[Move], scales: Mapping[tuple[Coordinates, str], Tensor]) -> bool:
+    """True if weights move by factors of the right update and of themselves."""
+    of_names = any(name for _, name in scales)
+    factors = ((m, scales[m.at, m.name if of_names else ""]) for m in moves)
+    return all(difference(m.moved, x[0] * m.right + x[1] * m.start) <= m.bound for m, x in factors)
+
+
+def _scales(moves: Sequence[Move], *, of_names: bool = False) -> dict[tuple[Coordinates, str], Tensor]:
+    """Factors of the right update and of the weights themselves, by least squares: by rank, and by name."""
+    groups: dict[tuple[Coordinates, str], list[Tensor]] = {}
+    for m in moves:
+        columns = torch.stack([x.flatten() for x in (m.right, m.start, m.moved)], 1)
+        groups.setdefault((m.at, m.name if of_names else ""), []).append(columns)
+    systems = {who: torch.cat(columns) for who, columns in groups.items()}
+    return {who: torch.linalg.lstsq(x[:, :2], x[:, 2:]).solution[:, 0] for who, x in systems.items()}

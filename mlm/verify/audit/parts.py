@@ -157,7 +157,7 @@ def match(
         if any(how == "sum" and are_copies(parts, axis) for axis, how in placement.items()):
             continue
         found = match_at(placement, parts, whole)
-        found = replace(found, pairs=_unscaled(found.pairs)) if is_scaled else found
+        found = replace(found, pairs=unscaled(found.pairs)) if is_scaled else found
         if best is None or found.error < best.error:
             best = found
         if found.error <= limit:
@@ -179,7 +179,7 @@ def match_at(placement: Placement, parts: Parts, whole: Tensor) -> Match:
     return Match(pairs, regions, placement)
 
 
-def _unscaled(pairs: Pairs) -> Pairs:
+def unscaled(pairs: Pairs) -> Pairs:
     """Parts divided by the scale of their replica, which is fitted."""
     groups: dict[Coordinates, Pairs] = {}
     for at, pair in pairs.items():
@@ -213,7 +213,7 @@ def match_rows(parts: Parts, whole: Tensor, *, is_scaled: bool) -> Match | None:
     weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
     part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
     pairs: Pairs = {(0, 0, 0): (part, right)}
-    return Match(_unscaled(pairs) if is_scaled else pairs, {(0, 0, 0): 0}, {"dp": Split(0, "dp")})
+    return Match(unscaled(pairs) if is_scaled else pairs, {(0, 0, 0): 0}, {"dp": Split(0, "dp")})
 
 
 def difference(part: Tensor, right: Tensor) -> float:

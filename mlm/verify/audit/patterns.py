@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mlm.verify.audit.compare import Comparison, Location, magnitude
-from mlm.verify.audit.parts import SPLIT_AXES, difference, scale_of
-from mlm.verify.audit.record import ADDEND, AXES, Cause
+from mlm.verify.audit.parts import Coordinates, difference
+from mlm.verify.audit.record import ADDEND, AXES, Cause, Key
 
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
@@ -23,6 +23,8 @@ FACTOR = 1e-4
 """Factors of addends are equal to this fraction, or to the tolerance."""
 Addend = tuple[tuple[int, ...], int]
 """A rank's coordinates over AXES, and the number of a micro-batch."""
+Factor = tuple[tuple[int, ...], Addend]
+"""A rank, and an addend of what it has."""
 
 TIMES = "it is {factor} times that of one process{right}; "
 CAUSES = {
@@ -46,33 +48,26 @@ CAUSES = {
     "permuted": (
         "shards permuted",
         "",
-        "it holds the right numbers in another order; look at gathers, all-to-alls, the order of ranks",
-    ),
-    "shifted": (
-        "bias added on every rank",
-        "",
-        "it is right but for a shift of all rows; add it once, after the sum over {axis}",
-    ),
-    "times and shifted": (
-        "doubled all-reduce",
-        "",
-        "it is {factor} times right, but for a shift of all rows; sum over {axis} once, before the bias",
-    ),
-    "affine": (
-        "local statistics",
-        "",
-        "it is right but for a scale and a shift; a mean, variance or sum is of a rank's part: reduce it",
+        "it holds the right numbers in another order; look at gathers, all-to-alls, the order of ranks, of "
+        "q, k and v, of gate and up",
     ),
     "micro": (
-        "",
+        "micro-batches counted unequally",
         "micro-batches counted unequally",
         "gradients of a rank's micro-batches count {factor} times: they are reduced while they accumulate, "
         "or one is lost",
     ),
     "weighed": (
-        "",
         "ranks weighed unequally",
-        "gradients of ranks count {factor} times: divide by the tokens of all replicas",
+        "ranks weighed unequally",
+        "gradients of ranks count {factor} times: each is divided by a number of its own, say its tokens; "
+        "divide by that of all replicas",
+    ),
+    "clipped": (
+        "clipped before the sum",
+        "clipped before the sum",
+        "gradients of ranks count {factor} times, which times their own norms is the same number: each rank "
+        "clips before gradients are summed; sum first, then clip by the norm of the sum",
     ),
 }
 """By pattern: a short name, of an activation and of a parameter's gradient; the fact, and what to do."""
@@ -108,9 +103,7 @@ def pattern(comparison: Comparison, places: Sequence[Location]) -> Pattern | Non
     """The formula that explains all places; None without any."""
     if found := _mixture(comparison, places):
         return found
-    if all(map(_is_permuted, places)):
-        return Pattern("permuted")
-    return _line(comparison, places[0]) if len(places) == 1 and places[0].key.kind == "output" else None
+    return Pattern("permuted") if all(map(_is_permuted, places)) else None
 
 
 def is_close(part: Tensor, right: Tensor, place: Location) -> bool:
@@ -152,13 +145,29 @@ def _mixture(comparison: Comparison, places: Sequence[Location]) -> Pattern | No
             groups.setdefault(who[part], []).append(x)
         if all(are(group, group[0]) for group in groups.values()):
             counts = dict.fromkeys(f"{round(group[0], 6):g}" for _, group in sorted(groups.items()))
+            if name == "weighed" and _are_clipped(comparison, places[0].key, factors):
+                name = "clipped"
             return Pattern(name, factor=", ".join(counts))
     return None
 
 
+def _are_clipped(comparison: Comparison, key: Key, factors: Mapping[Factor, float]) -> bool:
+    """True if the factor of each replica's gradients, times their norm before any reduction, is the same."""
+    squares: dict[Coordinates, float] = {}
+    for place in (p for p in comparison.locations if p.key[:2] == key[:2]):
+        sums: dict[tuple[int, ...], Tensor] = {}
+        for (rank, _), x in _addends(comparison, place).items():
+            sums[rank] = sums.get(rank, torch.zeros_like(x)) + x
+        copies = {(rank[1:3], place.match.regions.get(rank[1:])): x for rank, x in sums.items()}
+        for (replica, _), x in copies.items():
+            squares[replica] = squares.get(replica, 0.0) + float(x.double().square().sum())
+    products = [x * squares[who[0][1:3]] ** 0.5 for (_, who), x in factors.items()]
+    return all(math.isclose(x, products[0], rel_tol=FACTOR) for x in products)
+
+
 def factors_of(
     comparison: Comparison, places: Sequence[Location], *, of_micro: bool
-) -> Mapping[tuple[tuple[int, ...], Addend], float]:
+) -> Mapping[Factor, float]:
     """By rank and addend: its factor in what the rank has over its factor in the right tensor.
 
     They are the least squares of all places, and none if these do not fit.
@@ -176,7 +185,7 @@ def factors_of(
             )
             unit = place.largest * max(FIT, 10 * place.limit)
             systems.setdefault(((place.stage, *at), tuple(own)), []).append([columns / unit, sides / unit])
-    factors: dict[tuple[tuple[int, ...], Addend], float] = {}
+    factors: dict[Factor, float] = {}
     for (rank, names), blocks in systems.items():
         columns, sides = (torch.cat(each) for each in zip(*blocks, strict=True))
         if not bool(columns.isfinite().all()):
@@ -205,7 +214,7 @@ def _addends(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
 
 def _parts(comparison: Comparison, place: Location) -> dict[Addend, Tensor]:
     """The part of a tensor on each rank, of every stage that holds it."""
-    places = (p for p in comparison.locations if p.key == place.key)
+    places = [p for p in comparison.locations if p.key == place.key] or [place]
     return {((p.stage, *at), 0): part for p in places for at, part in p.match.parts.items()}
 
 
@@ -213,30 +222,3 @@ def _is_permuted(place: Location) -> bool:
     parts, rights = zip(*place.match.pairs.values(), strict=True)
     actual, expected = (torch.cat([x.flatten() for x in each]).sort().values for each in (parts, rights))
     return actual.numel() > 1 and is_close(actual, expected, place)
-
-
-def _line(comparison: Comparison, place: Location) -> Pattern | None:
-    """An output that along a dimension is right but for a scale and a shift."""
-    pairs = [*place.match.pairs.values()]
-    for dim in (
-        d for d, size in enumerate(pairs[0][1].shape) if size > 3
-    ):  # through two points there is a line
-        centred = [(y - y.mean(dim, True), x - x.mean(dim, True)) for y, x in pairs]
-        slopes = [(x * y).sum(dim, True) / (x * x).sum(dim, True).clamp_min(1e-300) for y, x in centred]
-        if all(is_close(y, a * x, place) for (y, x), a in zip(centred, slopes, strict=True)):
-            break
-    else:
-        return None
-    slope = scale_of(*centred[0])
-    if not all(is_close(y, slope * x, place) for y, x in centred):
-        return Pattern("affine")
-    part, right = pairs[0]
-    shift = (part - slope * right).flatten(0, -2)
-    starts = [x for k, x in comparison.reference.tensors.items() if k.kind == "initial" and x.ndim == 1]
-    for axis, size in ((axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES)):
-        biases = (abs(size - 1) * x.abs() for x in starts if x.shape == shift.shape[1:] and bool(x.any()))
-        if size > 1 and any(is_close(shift.abs(), bias.expand_as(shift), place) for bias in biases):
-            for name, multiple in (("shifted", 1), ("times and shifted", size)):
-                if math.isclose(slope, multiple, rel_tol=FIT):
-                    return Pattern(name, axis, f"{slope:.6g}")
-    return None if math.isclose(slope, 1.0, rel_tol=FIT) else Pattern("affine")

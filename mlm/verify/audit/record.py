@@ -48,8 +48,6 @@ SQUARE = "square"
 """Type of the sum of squares of a rank's own part of a reduced gradient."""
 ADDEND = "addend"
 """Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
-REPLAY = "replay"
-"""Type of what one process computes under a hypothesis."""
 DROPOUT = F.dropout
 
 
@@ -150,7 +148,9 @@ class Record:
     masks: list[tuple[str, str, str]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
     causes: list[Cause] = field(default_factory=list)
-    """Of each hypothesis, by the number of its prediction's call."""
+    """Those found in operations of a step."""
+    given_up: int = 0
+    """Tries after which the limit of time ended the search for a cause; 0 where it did not."""
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
@@ -186,6 +186,8 @@ class Recorder(TorchDispatchMode):
         self.calls: Counter[tuple[str, int | str]] = Counter()
         """Calls in this step: of modules in each micro-batch, of outermost modules (-1), and addends."""
         self.micro = 0
+        self.call: Callable[[Any, Any, Any], Any] | None = None
+        """Runs an operation in place of the dispatch below, which looks at formats."""
         self.where: list[str] = []
         """Modules whose forward pass is under way, the innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
@@ -210,7 +212,9 @@ class Recorder(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             place = f" of {self.where[-1]}" if self.where else ""
             self.note(f"{func._opname.strip('_')}{place}")
-        result = func(*args, **(kwargs or {}))
+        if self.call is not None:
+            return self.call(func, args, kwargs or {})
+        result = func(*args, **kwargs or {})
         place = self.where[-1] if self.where else self.phase
         self.formats.see(func, args, result, place, is_update=self.phase == "update")
         return result
@@ -236,14 +240,14 @@ class Recorder(TorchDispatchMode):
                 target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 target.copy_(weights[name])
 
-    def _run_step(self) -> None:
+    def _run_step(self, *, has_update: bool = True) -> None:
         self.calls.clear()
         with self._dropout(lambda x, *_, **__: x):
             loss = self._compute()
         if loss is not None:
             self._keep("loss", "loss", loss)
         subject = self.subject
-        if not self._has_gradients():
+        if has_update and not self._has_gradients():
             self._begin("reduction")
             with self:
                 if subject.reduce is not None:
@@ -257,7 +261,8 @@ class Recorder(TorchDispatchMode):
                 if subject.optimizer is not None:
                     self._begin("update")
                     subject.optimizer.step()
-        self._record_parameters("weight")
+        if has_update:
+            self._record_parameters("weight")
         subject.module.zero_grad()
         own = {name: FORMATS[p.dtype] for name, p in self.parameters.items() if p.dtype in FORMATS}
         narrow = {name: each for name, each in own.items() if each != "fp64"} | self.formats.narrowest
@@ -372,7 +377,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         mask = DROPOUT(torch.ones_like(x), p, training)
-        if training and 0 < p < 1:
+        tells_samples = bool((x != x.flatten()[:1]).any())  # ones, as of stochastic depth, are alike for all
+        if training and 0 < p < 1 and tells_samples:
             name = self.where[-1] if self.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask

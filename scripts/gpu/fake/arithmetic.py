@@ -17,18 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 MIXED = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_"}
-"""Operators that take tensors of the host beside the device's."""
+"""Operators that take tensors of the host and the device."""
 KEPT = {
-    "set_",
-    "resize_",
-    "record_stream",
-    "is_pinned",
-    "_pin_memory",
-    "empty",
-    "empty_strided",
-    "as_strided",
+    *("set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "empty", "empty_strided", "as_strided"),
+    *("view", "_reshape_alias", "unfold", "_fused_sdp_choice", "_cudnn_init_dropout_state", "is_set_to"),
 }
-KEPT |= {"view", "_reshape_alias", "unfold", "_fused_sdp_choice", "_cudnn_init_dropout_state", "is_set_to"}
 """Operators that compute nothing: PyTorch's own are right."""
 
 

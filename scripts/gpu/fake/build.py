@@ -6,6 +6,7 @@ One shared library answers in place of libcuda, libcudart, libcublas, libcudnn a
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,32 +19,14 @@ SOURCES = ("memory.c", "streams.c", "libraries.c", "nccl.c")
 HEADERS = "nvidia/cu13/include"
 """Of the wheel of CUDA 13's runtime, from the folder of packages."""
 CALLERS = (
-    "torch_cuda",
-    "c10_cuda",
-    "torch_python",
-    "torch_cuda_linalg",
-    "caffe2_nvrtc",
-    "torch_nvshmem",
-    "torch_cpu",
+    *("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg"),
+    *("caffe2_nvrtc", "torch_nvshmem", "torch_cpu"),
 )
 ANSWERED = re.compile(r"(_*cuda|cu[A-Z](?!ile)|cublas|cudnn|cupti|nccl)\w*")
 """Names of functions to answer; cuFile is left alone."""
 REFUSED = "cupti"
 """Functions of these names fail: a profile holds what the host does, and no kernels."""
 LIBRARY = "libcuda.so.1"
-QUALIFIERS = """
-#define __host__
-#define __device__
-#define __device_builtin__
-#define __cudart_builtin__
-#define CUDARTAPI
-#define CUDARTAPI_CDECL
-#define CUDAAPI
-#define __align__(n) __attribute__((aligned(n)))
-#define __builtin_align__(n) __align__(n)
-#define __no_return__ __attribute__((noreturn))
-"""
-"""In place of the compiler's own crt/host_defines.h, which the runtime's wheel lacks."""
 HERE = Path(__file__).parent
 
 
@@ -55,7 +38,7 @@ def library(cache: Path) -> Path:
     """Path of the library in a folder of `cache`, built there if it is not. Raises UnavailableError."""
     packages, headers = installed()
     identity = hashlib.sha256(version("torch").encode())
-    for name in ("fake.h", *SOURCES, "build.py"):
+    for name in ("fake.h", "host_defines.h", *SOURCES, "build.py"):
         identity.update((HERE / name).read_bytes())
     folder = cache / identity.hexdigest()[:12]
     built = folder / LIBRARY
@@ -66,23 +49,18 @@ def library(cache: Path) -> Path:
                 made = Path(scratch) / folder.name
                 made.mkdir()
                 build(made, packages, headers)
-                replace_by(made, folder)
+                try:
+                    made.rename(folder)
+                except OSError:
+                    if not built.exists():  # else another command has just put its own there
+                        raise
         except OSError as error:
             raise UnavailableError(f"{cache}: {error.strerror}") from None
     return built
 
 
-def replace_by(made: Path, folder: Path) -> None:
-    """Put a folder in its place, unless another command has just put its own there."""
-    try:
-        made.rename(folder)
-    except OSError:
-        if not (folder / LIBRARY).exists():
-            raise
-
-
 def installed() -> tuple[Path, Path]:
-    """The folder of packages and that of CUDA's headers. Raises UnavailableError."""
+    """The folders of packages and of CUDA's headers. Raises UnavailableError."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise UnavailableError("torch is not installed")
@@ -100,8 +78,10 @@ def build(folder: Path, packages: Path, headers: Path) -> None:
     """Compile into a folder. Raises UnavailableError."""
     crt = folder / "include" / "crt"
     crt.mkdir(parents=True, exist_ok=True)
-    (crt / "host_defines.h").write_text(QUALIFIERS)
-    major, minor = cudnn_version()
+    shutil.copy(HERE / "host_defines.h", crt)
+    from torch._C import _cudnn  # PyTorch accepts no other cuDNN than it was compiled with
+
+    major, minor, _ = _cudnn.getCompileVersion()
     flags = ["-std=gnu11", "-O2", "-w", "-fPIC", "-I", str(crt.parent), "-I", str(headers)]
     flags += [f"-DMLM_FAKE_GPU_CUDNN_MAJOR={major}", f"-DMLM_FAKE_GPU_CUDNN_MINOR={minor}"]
     objects = []
@@ -110,7 +90,14 @@ def build(folder: Path, packages: Path, headers: Path) -> None:
         run(["gcc", *flags, "-c", str(HERE / name), "-o", str(made)])
         objects.append(made)
     defined = {line.split()[-1] for line in symbols(objects, "--defined-only")}
-    asked = asked_by(packages) | driver_functions(headers)
+    # what PyTorch's libraries ask for, and all functions of the driver
+    libraries = [packages / "torch/lib" / f"lib{name}.so" for name in CALLERS]
+    undefined = symbols([path for path in libraries if path.exists()], "--undefined-only", "-D")
+    names = (line.split()[-1].partition("@")[0] for line in undefined)
+    asked = {name for name in names if ANSWERED.fullmatch(name)}
+    header = (headers / "cuda.h").read_text(errors="replace")
+    asked |= set(re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w+)\s*\(", header))
+    asked |= set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+_v\d)", header))
     rest = folder / "rest.c"
     answers = ((name, int(name.startswith(REFUSED))) for name in sorted(asked - defined))
     rest.write_text("".join(f"int {name}(void) {{ return {code}; }}\n" for name, code in answers))
@@ -119,29 +106,6 @@ def build(folder: Path, packages: Path, headers: Path) -> None:
     whole = str(folder / LIBRARY)
     run(["gcc", "-shared", f"-Wl,-soname,{LIBRARY}", *parts, "-o", whole, "-lpthread", "-ldl"])
     (folder / "libcuda.so").symlink_to(LIBRARY)  # the name that Triton links
-
-
-def asked_by(packages: Path) -> set[str]:
-    libraries = [packages / "torch/lib" / f"lib{name}.so" for name in CALLERS]
-    lines = symbols([path for path in libraries if path.exists()], "--undefined-only", "-D")
-    names = (line.split()[-1].partition("@")[0] for line in lines)
-    return {name for name in names if ANSWERED.fullmatch(name)}
-
-
-def driver_functions(headers: Path) -> set[str]:
-    declared = re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w+)\s*\(", (headers / "cuda.h").read_text(errors="replace"))
-    versioned = re.findall(
-        r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+_v\d)", (headers / "cuda.h").read_text(errors="replace")
-    )
-    return {*declared, *versioned}
-
-
-def cudnn_version() -> tuple[int, int]:
-    """The cuDNN that PyTorch was compiled with; it accepts no other."""
-    from torch._C import _cudnn
-
-    major, minor, _ = _cudnn.getCompileVersion()
-    return major, minor
 
 
 def symbols(paths: Iterable[Path], *flags: str) -> list[str]:

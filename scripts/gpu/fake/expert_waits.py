@@ -11,7 +11,6 @@ once for a micro-batch, else 1.
 import os
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device)
     is_well = True
     for kind in ("mixtral", "deepseek"):
-        config = replace(config_of(kind, "bf16", quick=True), attention="math")
+        config = config_of(kind, "bf16", "attention=math", quick=True)
         ctx = build_mesh(tp=1, pp=1, dp=2, ep=2, device=device, timeout_s=60)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         first, second = batches_of(config, pin_memory=True)[:2]

@@ -14,17 +14,16 @@ from statistics import median
 
 import torch
 
-from gpu.shapes import freed, gpt2
+from gpu.shapes import freed, gpt2, loader_of
 from gpu.speed import own_step
 from mlm.cli.compose.composition import load_config
-from mlm.data.sampler import Loader
-from mlm.runs.corpora import train_dataset
 
 WARM_UP, STEPS = 2, 5
 SETTINGS = (
     ("compile=false", 0.0),
     ("compile=true", 0.0),
     ("compile=true cuda_graphs=true", 0.0),
+    ("compile=true cuda_graphs=stack", 0.0),
     ("compile=false", 0.1),
     ("compile=true", 0.1),
 )
@@ -39,11 +38,8 @@ def measure(words: str, dropout: float, *, quick: bool) -> tuple[int, int, float
     line = [*shape.split(), *words.split(), "data=synthetic", f"train.steps={WARM_UP + STEPS}"]
     with freed("cuda"):
         config = load_config("pretrain", line)
-        step, device = own_step(config, torch.device("cuda", 0)), {"rank": 0, "size": 1, "pin_memory": True}
-        samples = train_dataset(config, 8 * (WARM_UP + STEPS))
-        sizes = {"global_batch_size": 8, "micro_batch_size": 8, "consumed_samples": 0}
-        times = []
-        with Loader(samples, **sizes, **device) as loader:
+        step, times = own_step(config, torch.device("cuda", 0)), []
+        with loader_of(config, WARM_UP + STEPS, pin_memory=True) as loader:
             for batches in islice(loader, WARM_UP):
                 step(batches)
             for batches in loader:

@@ -36,16 +36,12 @@ class Agents:
             "SLOW_S": str(STEP_S),
             **NEW_AGENTS,
         }
-        torchrun = [
-            *(self.stage.cluster.python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"),
-            *("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500", "--rdzv-id=rehearsal"),
-            *(
-                "--max-restarts=3",
-                "--rdzv-conf=join_timeout=120,last_call_timeout=2",
-                "--monitor-interval=0.5",
-            ),
-        ]
-        words = [*torchrun, "-m", "mlm", "pretrain", *self.stage.words(steps=self.steps)]
+        torchrun = (
+            f"-m torch.distributed.run --nnodes={self.nodes} --nproc-per-node=1 --rdzv-backend=c10d "
+            "--rdzv-endpoint=n1:29500 --rdzv-id=rehearsal --rdzv-conf=join_timeout=120,last_call_timeout=2 "
+            "--max-restarts=3 --monitor-interval=0.5 -m mlm pretrain"
+        ).split()
+        words = [self.stage.cluster.python, *torchrun, *self.stage.words(steps=self.steps)]
         log = self.log(host).open("ab")
         process = subprocess.Popen(
             network.on(host, *words),

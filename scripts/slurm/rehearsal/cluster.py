@@ -24,34 +24,6 @@ LOST_AFTER_S = 30
 """SlurmdTimeout: seconds after which a node that does not answer is lost. SLURM's default is 300."""
 KILL_WAIT_S = 20
 """KillWait: seconds between the SIGTERM and the SIGKILL of a cancelled job."""
-CONFIG = """
-ClusterName=rehearsal
-SlurmctldHost={controller}({head})
-SlurmUser=root
-SlurmdUser=root
-SlurmctldPort=6817
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-SlurmctldDebug=verbose
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_interval=2,bf_interval=5
-ReturnToService=2
-SlurmdTimeout={lost}
-KillWait={kill}
-MinJobAge=3600
-MpiDefault=none
-SlurmdParameters=config_overrides
-"""
 NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=64000\n"
 PARTITION = "PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP\n"
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -98,13 +70,9 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        text = CONFIG.format(
-            controller=HEAD,
-            head=ADDRESSES[HEAD],
-            folder=self.folder,
-            lost=LOST_AFTER_S,
-            kill=KILL_WAIT_S,
-        )
+        values = {"controller": HEAD, "head": ADDRESSES[HEAD], "folder": self.folder}
+        values |= {"lost": LOST_AFTER_S, "kill": KILL_WAIT_S}
+        text = Path(__file__).with_name("slurm.conf").read_text("utf-8").format(**values)
         for number, name in enumerate(NODES):
             port = 6820 + number
             text += NODE.format(name=name, host=name, address=ADDRESSES[name], port=port, cpus=CPUS)

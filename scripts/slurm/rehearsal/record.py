@@ -21,14 +21,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Finding):
     """A case that was run."""
 
     case: str
-    planted: str
-    found_s: float | None
-    said: str
-    lost: str
     took_s: float
     passed: bool
 

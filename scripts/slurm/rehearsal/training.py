@@ -14,19 +14,12 @@ TIMEOUT_S = 20
 """dist.timeout_s: a rank that waits so long for another reports it."""
 CLOSE = 1e-9
 """Relative difference of losses in float64 between layouts. Other samples change them by a hundredth."""
-RUN = [
-    *(
-        "model=gpt2_tiny",
-        "model.vocab_size=64",
-        "model.num_layers=1",
-        "model.hidden_size=32",
-        "data=synthetic",
-    ),
-    *("data.seq_length=8", "train.global_batch_size=4", "train.micro_batch_size=1", "train.validate_every=0"),
-    *("schedule=constant", "precision=fp64", "dist.device=cpu"),
-    *("dist.peak_tflops=1", "dist.threads_per_rank=1", f"dist.timeout_s={TIMEOUT_S}", "log.every=1"),
-    f"checkpoint.save_every={SAVE_EVERY}",
-]
+RUN = (
+    "model=gpt2_tiny model.vocab_size=64 model.num_layers=1 model.hidden_size=32 data=synthetic "
+    "data.seq_length=8 train.global_batch_size=4 train.micro_batch_size=1 train.validate_every=0 "
+    "schedule=constant precision=fp64 dist.device=cpu dist.peak_tflops=1 dist.threads_per_rank=1 log.every=1 "
+    f"dist.timeout_s={TIMEOUT_S} checkpoint.save_every={SAVE_EVERY}"
+).split()
 """Settings of every run. Its losses do not depend on train.steps."""
 
 
@@ -60,16 +53,8 @@ class History:
 
 
 def train_alone(python: str, out: Path) -> dict[int, float]:
-    words = [
-        python,
-        "-m",
-        "mlm",
-        "pretrain",
-        *RUN,
-        f"train.steps={STEPS}",
-        "checkpoint.save_every=0",
-        f"out={out}",
-    ]
+    options = (f"train.steps={STEPS}", "checkpoint.save_every=0", f"out={out}")
+    words = [python, "-m", "mlm", "pretrain", *RUN, *options]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Failed(f"the run to compare with: {done.stderr.strip()}")

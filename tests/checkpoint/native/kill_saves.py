@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,13 +42,6 @@ def kill_at_operation(number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-
-
-def kill_after(seconds: float) -> None:
-    """SIGKILL this process from another thread."""
-    threading.Thread(
-        target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
-    ).start()
 
 
 def killed_save(root: Path, step: int, value: float, arm: Callable[[], None]) -> bool:
@@ -98,7 +90,9 @@ def main(folder: Path) -> None:
         rounds["random"] += 1
         root, seconds = folder / f"r-{number}", random.uniform(0.0, 0.004)
         save(root, 1, weights(1.0))
-        killed_save(root, number % 2 + 1, 2.0, lambda seconds=seconds: kill_after(seconds))
+        # From another thread of the child, at any instant of its save.
+        kill = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        killed_save(root, number % 2 + 1, 2.0, kill.start)
         problems += [f"after {seconds} s: {problem}" for problem in problems_after(root, 1.0, 2.0)]
     print(json.dumps({"problems": problems, "rounds": rounds}))
 

@@ -3,14 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlm.checkpoint.native import declaration
 from mlm.checkpoint.native.columns import (
     Chunk,
     Chunks,
@@ -33,14 +34,6 @@ from tests.checkpoint.native.helpers import (
     save_pieces,
     tiling_of,
 )
-
-
-def state_of_four(value: float = 1.0) -> list[dict[str, TensorShard]]:
-    """A matrix in 2 x 2 pieces; the first rank has a scalar, the last a tensor of no elements."""
-    ranks = [{"w": piece} for piece in pieces(torch.arange(24.0).view(6, 4) + value, [[2], [1]])]
-    ranks[0]["scalar"] = TensorShard.whole(torch.tensor(value))
-    ranks[3]["empty"] = TensorShard.whole(torch.zeros(0, 3))
-    return ranks
 
 
 @pytest.mark.parametrize("shapes", [[], [()], [(0, 2)], [(3,), (2, 1, 2)]])
@@ -79,7 +72,11 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_forged_columns_are_rejected_in_one_line(tmp_path: Path, forgery: str) -> None:
-    path = save_pieces(tmp_path, 1, state_of_four())
+    # A matrix in 2 x 2 pieces; the first rank has a scalar, the last a tensor of no elements.
+    ranks = [{"w": piece} for piece in pieces(torch.arange(24.0).view(6, 4), [[2], [1]])]
+    ranks[0]["scalar"] = TensorShard.whole(torch.tensor(1.0))
+    ranks[3]["empty"] = TensorShard.whole(torch.zeros(0, 3))
+    path = save_pieces(tmp_path, 1, ranks)
     edit, why = FORGERIES[forgery]
     edit_chunks(path, edit)
     with pytest.raises(CorruptFileError, match=f"damaged manifest, .*{why}") as caught:
@@ -108,15 +105,9 @@ SHAPES = [(3, 2, 2), (2, 3)]
     found=st.lists(piece, max_size=4), grids=st.lists(st.lists(numbers, max_size=2), min_size=3, max_size=3)
 )
 def test_the_check_of_all_tensors_agrees_with_counts(found: list[Any], grids: list[list[int]]) -> None:
-    tiled = [
-        p.region
-        for p in pieces(
-            torch.zeros(SHAPES[0]),
-            [sorted(min(n, full) for n in g) for g, full in zip(grids, SHAPES[0], strict=True)],
-        )
-        if p.region.volume
-    ]
-    pieces_of: list[list[Region]] = [list(tiled), [Region((0, 0), (2, 3))]]
+    edges = [sorted(min(n, full) for n in grid) for grid, full in zip(grids, SHAPES[0], strict=True)]
+    tiled = [part.region for part in pieces(torch.zeros(SHAPES[0]), edges) if part.region.volume]
+    pieces_of = [tiled, [Region((0, 0), (2, 3))]]
     for number, offset, size in found:
         dims = len(SHAPES[number])
         pieces_of[number].append(Region(offset[:dims], size[:dims]))
@@ -125,16 +116,11 @@ def test_the_check_of_all_tensors_agrees_with_counts(found: list[Any], grids: li
     content = encode_columns(columns_of(SHAPES, chunks, sorted(files)))
     columns = decode_columns(content, SHAPES, len(files))
     for shape, regions, chunks in zip(SHAPES, pieces_of, columns.by_tensor(files), strict=True):
-        assert (tiling_problem(shape, chunks) is None) == is_held_once(shape, regions)
-
-
-def is_held_once(shape: tuple[int, ...], regions: list[Region]) -> bool:
-    count = torch.zeros(shape, dtype=torch.int64)
-    for region in regions:
-        if not region.volume or not region.fits(shape):
-            return False
-        count[region.within(Region((0,) * len(shape), shape))] += 1
-    return bool((count == 1).all())
+        count = torch.zeros(shape, dtype=torch.int64)
+        are_inside = all(region.volume and region.fits(shape) for region in regions)
+        for region in regions if are_inside else ():
+            count[region.within(Region.whole(shape))] += 1
+        assert (tiling_problem(shape, chunks) is None) == (are_inside and bool((count == 1).all()))
 
 
 def test_a_tensor_cut_along_many_dims_is_tiled() -> None:
@@ -143,53 +129,29 @@ def test_a_tensor_cut_along_many_dims_is_tiled() -> None:
     assert "there is a hole" in str(tiling_of((2,) * 5, regions[1:]))
 
 
-def declared(ranks: int) -> list[bytes]:
-    """The declarations of ranks that hold equal rows of three tensors."""
+@pytest.mark.parametrize("ranks", [64, 256])
+def test_a_save_makes_no_object_of_a_chunk(tmp_path: Path, ranks: int) -> None:
+    """Of ranks that hold equal rows of three tensors; their equal tables are parsed once."""
     full = torch.empty(ranks, 2, device="meta")
-    return [
+    declared = [
         declare_shards({name: TensorShard(full[r : r + 1], (ranks, 2), (r, 0)) for name in "abc"}, 1, 1)
         for r in range(ranks)
     ]
+    with (
+        mock.patch.object(Chunk, "__init__", autospec=True) as make,
+        mock.patch.object(declaration.json, "loads", side_effect=json.loads) as loads,
+    ):
+        merge_declared(tmp_path, declared)
+    assert (make.call_count, loads.call_count) == (0, 1)
 
 
-def test_a_save_makes_no_object_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: tables parsed, chunk objects made."""
-    parts = {ranks: declared(ranks) for ranks in (64, 128, 256)}
-    loads, make = json.loads, Chunk.__init__
-    counts: list[dict[str, int]] = []
-
-    def counted(what: str, size: Callable[..., int], function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            counts[-1][what] += size(*args)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    monkeypatch.setattr(Chunk, "__init__", counted("chunks", lambda *_: 1, make))
-    fake = SimpleNamespace(loads=counted("parsed", lambda *_: 1, loads), dumps=json.dumps)
-    monkeypatch.setattr("mlm.checkpoint.native.declaration.json", fake)
-    for ranks in parts:
-        counts.append({"chunks": 0, "parsed": 0})
-        merge_declared(tmp_path, parts[ranks])
-    assert [c["parsed"] for c in counts] == [1, 1, 1]
-    assert [c["chunks"] for c in counts] == [0, 0, 0]
-
-
-def test_a_load_makes_objects_only_of_the_chunks_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_makes_objects_only_of_the_chunks_it_reads(tmp_path: Path) -> None:
     full = torch.randn(64, 2)
     path = save_pieces(tmp_path, 1, [{"w": p} for p in pieces(full, [range(1, 64)])])
-    made, make = [], Chunk.__init__
-
-    def count(*args: Any) -> None:
-        made.append(1)
-        make(*args)
-
-    monkeypatch.setattr(Chunk, "__init__", count)
-    manifest = read_manifest(path)
-    readings = plan_reading(manifest, {"w": TensorShard(torch.zeros(3, 2), (64, 2), (10, 0))})
-    assert (len(made), len(readings)) == (3, 3)
+    with mock.patch.object(Chunk, "__init__", autospec=True, side_effect=Chunk.__init__) as make:
+        manifest = read_manifest(path)
+        readings = plan_reading(manifest, {"w": TensorShard(torch.zeros(3, 2), (64, 2), (10, 0))})
+    assert (make.call_count, len(readings)) == (3, 3)
     assert isinstance(manifest.tensors["w"].chunks, Chunks)
 
 
@@ -200,14 +162,11 @@ plane_spans = [
 plane_regions = st.tuples(*plane_spans).map(lambda ab: Region(*zip(*ab, strict=True)))
 
 
-def counted(pieces: list[Region]) -> torch.Tensor:
-    count = torch.zeros(PLANE, dtype=torch.int64)
-    for piece in pieces:
-        count[piece.within(Region((0, 0), PLANE))] += 1
-    return count
-
-
 @given(plane_regions, plane_regions)
 def test_intersection_is_the_elements_of_both(a: Region, b: Region) -> None:
-    both = a.intersect(b)
-    assert torch.equal(counted([both]) if both else counted([]), (counted([a, b]) == 2).long())
+    count, both = torch.zeros(PLANE, dtype=torch.int64), torch.zeros(PLANE, dtype=torch.bool)
+    for region in (a, b):
+        count[region.within(Region.whole(PLANE))] += 1
+    if (common := a.intersect(b)) is not None:
+        both[common.within(Region.whole(PLANE))] = True
+    assert torch.equal(both, count == 2)

@@ -30,12 +30,6 @@ from tests.ranks import run_on_ranks
 from tests.slow import thinned
 
 
-def mean_of(path: Path) -> float:
-    tensors = weights(0.0)
-    load(path, tensors)
-    return float(tensors["w"].mean())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -48,34 +42,25 @@ def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert min(result["rounds"].values()) > 10
 
 
-def failing_at(number: int, function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
-    """`function`, but its `number`-th call finds the disk full."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == number:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
 @pytest.mark.parametrize("name", thinned(["fsync", "rename", "replace", "mkdir"], 2))
 @pytest.mark.parametrize("step", [1, 2])
 def test_disk_full_at_any_call_leaves_the_previous_and_no_partials(
     tmp_path: Path, name: str, step: int
 ) -> None:
+    full, function = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), getattr(os, name)
     for number in range(1, 20):
-        root, calls = tmp_path / str(number), list[int]()
+        root, outcomes = tmp_path / str(number), [mock.DEFAULT] * (number - 1) + [full] + [mock.DEFAULT] * 99
         save(root, 1, weights(1.0))
-        with mock.patch.object(os, name, failing_at(number, getattr(os, name), calls)):
+        with mock.patch.object(os, name, mock.Mock(wraps=function, side_effect=outcomes)) as called:
             failed, message = message_of(lambda root=root: save(root, step, weights(2.0)))
         if failed:
             assert "No space left on device. Free space there, or set out=" in message
             assert message.endswith("the previous checkpoint step-00000001 is intact")
-        if len(calls) < number:
+        if called.call_count < number:
             return  # every call has failed once
-        assert mean_of(root / "step-00000001") in ((1.0,) if step == 2 else (1.0, 2.0))
+        tensors = weights(0.0)
+        load(root / "step-00000001", tensors)
+        assert float(tensors["w"].mean()) in ((1.0,) if step == 2 else (1.0, 2.0))
         assert not [*root.glob(".saving-*"), *root.glob(".latest-*")]
         save(root, 3, weights(3.0), keep_last=1)
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000003"]

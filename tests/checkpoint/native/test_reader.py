@@ -42,22 +42,17 @@ def flip(file: Path, place: int) -> None:
         f.write(bytes([byte ^ 1]))
 
 
-def flip_before_reading(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Damage the last byte of the file after it was verified, before its tensors are copied."""
-    whole = reader_module.copy_region
-
-    def copy_region(f: Any, *rest: Any) -> None:
-        monkeypatch.setattr(reader_module, "copy_region", whole)
-        flip(file, file.stat().st_size - 1)
-        whole(f, *rest)
-
-    monkeypatch.setattr(reader_module, "copy_region", copy_region)
-
-
 def test_a_byte_that_changes_after_verifying_reaches_no_tensor(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_before_reading(monkeypatch, path / FILE)
+    copy_region = reader_module.copy_region
+
+    def flip_and_copy(f: Any, *rest: Any) -> None:
+        monkeypatch.setattr(reader_module, "copy_region", copy_region)
+        flip(path / FILE, (path / FILE).stat().st_size - 1)
+        copy_region(f, *rest)
+
+    monkeypatch.setattr(reader_module, "copy_region", flip_and_copy)
     with pytest.raises(CorruptFileError, match=f"{FILE}: damaged"):
         load(path, zeros())
 

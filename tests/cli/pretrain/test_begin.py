@@ -1,22 +1,31 @@
 """How a run begins: `resume=` continues, `ckpt=` begins anew, and `--check` rejects what a start rejects."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mlm
 from mlm.cli import main
+from mlm.cli.convert.run import run as convert
+from mlm.cli.pretrain.run import settle_cooldown
+from mlm.convert.config import ConvertConfig
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.util.lock import single_writer
+from mlm.parallel.mesh import shape_context
+from mlm.training.trainer import Trainer
+from tests.convert.dcp.llamas import write_torch_dist
+from tests.convert.megatron.written import VOCAB, arguments, gpt2_state, random_gpt2
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_chats, write_llama
 from tests.slow import slow, slow_but
 from tests.training.records import losses, records
+from tests.training.saving import save
+from tests.training.test_trainer import config, steps_of
 
 TINY = """
     model=gpt2_tiny model.vocab_size=400 data.seq_length=32 train.global_batch_size=4 train.micro_batch_size=4
@@ -64,16 +73,6 @@ def test_resume_continues_in_another_folder_bit_for_bit(
     assert f"resuming from {new}" in capsys.readouterr().out
 
 
-def test_ckpt_begins_a_new_run_at_step_0_with_other_settings(made: Path, tmp_path: Path) -> None:
-    """Its first loss is the old run's on that data: weights are taken, and nothing else."""
-    other = ["data.seq_length=16", "seed=5", "train.steps=1", f"data.path={made / 'a'}"]
-    assert main([*begin(tmp_path, "new", f"ckpt={made / 'run'}"), *other]) == 0
-    assert [record["step"] for record in records(tmp_path / "new", "step")] == [1]
-    fresh = losses(tmp_path / "new")[0]
-    assert fresh is not None
-    assert fresh < losses(made / "run")[0] - 0.05  # type: ignore[operator]
-
-
 def test_a_run_that_has_saved_no_longer_reads_the_weights_that_it_began_with(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +89,7 @@ def test_a_run_that_has_saved_no_longer_reads_the_weights_that_it_began_with(
     assert f"ckpt={first}: no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("start", slow_but({0}, ["ckpt", "resume", "step"]))
+@pytest.mark.parametrize("start", slow_but({0, 2}, ["ckpt", "resume", "step"]))
 def test_damage_ends_a_start_with_weights_and_a_run_continues_before_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
 ) -> None:
@@ -132,10 +131,6 @@ def folder_of_other_tokens(made: Path, out: Path) -> list[str]:
     folder = write_llama(out / "llama")
     words = [word for word in TINY if not word.startswith("model")]
     return ["pretrain", *words, f"ckpt={folder}", f"data.path={made / 'b'}", f"out={out / 'new'}"]
-
-
-def base_of_other_tokens(made: Path, out: Path) -> list[str]:
-    return [*other_tokens(made, out), "lora.rank=2"]
 
 
 def copied(made: Path, out: Path) -> Path:
@@ -183,7 +178,10 @@ def finetuned(made: Path, out: Path, *words: str) -> list[str]:
 REFUSALS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "weights of other tokens": (other_tokens, "build the corpus with it, or set data.change=true"),
     "folder of other tokens": (folder_of_other_tokens, "build the corpus with it, or set data.change=true"),
-    "base of other tokens": (base_of_other_tokens, "build the corpus with it, or set data.change=true"),
+    "base of other tokens": (
+        lambda made, out: [*other_tokens(made, out), "lora.rank=2"],
+        "build the corpus with it, or set data.change=true",
+    ),
     "resumed on other tokens": (
         lambda made, out: resumed(made, out, f"data.path={made / 'b'}"),
         "use corpora of that tokenizer",
@@ -227,6 +225,13 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda made, out: [*begin(out, "new", "model.vocab_size=100"), f"data.path={made / 'a'}"],
         "model.vocab_size",
     ),
+    "long prompt": (
+        lambda made, out: [
+            *begin(out, "new", f"train.sample_prompts=[{'1234 ' * 60}]", "train.validate_every=1"),
+            f"data.path={made / 'a'}",
+        ],
+        "more than data.seq_length=32",
+    ),
     "file of the user": (with_file, "which mlm did not write"),
     "finetuning elsewhere": (
         lambda made, out: finetuned(made, out, f"out={out / 'new'}"),
@@ -269,18 +274,6 @@ def test_check_says_what_the_start_says(
     assert part in line
 
 
-def test_check_of_a_folder_that_another_run_writes_says_so_and_makes_nothing(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("mlm.training.preflight.single_writer", partial(single_writer, wait_s=0.0))
-    words = [*begin(tmp_path, "new"), f"data.path={made / 'a'}", "--check"]
-    assert main(words) == 0
-    assert list(tmp_path.iterdir()) == []
-    with single_writer(tmp_path / "new/checkpoints"):
-        assert main(words) == 2
-    assert "in use by process" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_other_tokens_may_be_wanted(made: Path, tmp_path: Path) -> None:
     words = [*other_tokens(made, tmp_path), "data.change=true", "train.steps=1"]
@@ -304,3 +297,82 @@ def test_more_steps_of_a_decayed_schedule_keep_its_last_rate_or_begin_no_rise(
     rates = [record["lr"] for record in records(tmp_path / "more", "step")]
     assert rates[0] == 1e-3
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps."""
+    out = tmp_path_factory.mktemp("stable")
+    trainer = Trainer(config(), shape_context())
+    steps_of(trainer, 3)
+    save(trainer, out)
+    return out
+
+
+def settled(out: Path, typed: set[str], *, from_run: Path | None = None, cooldown: int | None = 5) -> int:
+    values: dict[str, Any] = {"schedule": {"cooldown": cooldown}, "train": {"steps": 100}, "out": str(out)}
+    values["checkpoint"] = {"from_run": from_run and str(from_run)}
+    settle_cooldown(values, typed)
+    steps: int = values["train"]["steps"]
+    return steps
+
+
+def test_cooldown_begins_at_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    assert settled(run, {"schedule.cooldown"}) == 8
+    assert settled(tmp_path, {"schedule.cooldown"}, from_run=run) == 8
+
+
+def test_other_lengths_stay(run: Path, tmp_path: Path) -> None:
+    assert settled(run, {"schedule.cooldown", "train.steps"}) == 100
+    assert settled(run, {"schedule.cooldown"}, cooldown=0) == 100
+    assert settled(tmp_path, {"schedule.cooldown"}) == 100  # a run from the start
+
+
+def test_cooldown_under_way_ends_where_it_would(run: Path) -> None:
+    for steps, expected in ((6, 6), (8, 8), (3, 3), (100, 8)):
+        (run / "config.yaml").write_text(f"schedule: {{cooldown: 5}}\ntrain: {{steps: {steps}}}\n")
+        assert settled(run, {"schedule.cooldown"}) == expected
+    (run / "config.yaml").unlink()
+
+
+SHORT = [
+    *("train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_batches=1"),
+    *("schedule=constant", "schedule.warmup_steps=0", "dist.device=cpu"),
+    "dist.peak_tflops=1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`theirs`, a checkpoint of Megatron-LM at iteration 7, and `ours`, its conversion."""
+    root = tmp_path_factory.mktemp("imported")
+    write_torch_dist(root / "theirs", gpt2_state(random_gpt2()), arguments())
+    source, out = str(root / "theirs"), str(root / "ours")
+    convert(ConvertConfig(source=source, out=out, vocab_size=VOCAB))
+    return root
+
+
+def saved_model(out: Path) -> dict[str, Any]:
+    (manifest,) = out.glob("checkpoints/step-*/manifest.json")
+    model: dict[str, Any] = json.loads(manifest.read_text())["state"]["config"]["model"]
+    return model
+
+
+def test_run_that_names_no_model_takes_the_checkpoints(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["pretrain", f"ckpt={folder / 'ours'}", "data=synthetic", f"out={out}", *SHORT]) == 0
+    taken = "gpt2, 4 layers, hidden size 32, 4 heads"
+    err = capsys.readouterr().err
+    assert err.startswith(f"mlm pretrain: model of ckpt={folder / 'ours'}: {taken}\nmlm pretrain: needs ")
+    assert saved_model(out) == saved_model(folder / "ours")
+
+
+@pytest.mark.parametrize("command", ["pretrain data=synthetic", "eval lambada data.path=x", "generate"])
+def test_checkpoint_of_megatron_is_imported_first(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([*command.split(), f"ckpt={folder / 'theirs'}", "dist.device=cpu"]) == 2
+    said = f"ckpt={folder / 'theirs'}: a Megatron-LM checkpoint; run `mlm convert {folder / 'theirs'} "
+    assert said in capsys.readouterr().err

@@ -88,17 +88,6 @@ def test_ckpt_inspect_shows_the_corpora(blended: Path, capsys: pytest.CaptureFix
     assert "wiki 30.00%, web 70.00%" in capsys.readouterr().out
 
 
-def test_a_stopped_blend_continues_bit_equal(blended: Path, made: Path, tmp_path: Path) -> None:
-    """With the weights written otherwise, too."""
-    out = str(tmp_path / "run")
-    pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}", "train.steps=3")
-    pretrain(f"data.blend=[3 {made}/wiki,7 {made}/web]", f"out={out}")
-    assert [r["loss"] for r in records(out, "step")] == [r["loss"] for r in records(str(blended), "step")]
-    last = (records(out, "validation")[-1], records(str(blended), "validation")[-1])
-    assert last[0] | {"time": 0} == last[1] | {"time": 0}
-    assert segments(out) == segments(blended)
-
-
 @pytest.mark.slow
 def test_a_changed_blend_is_reported_when_resumed(
     blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

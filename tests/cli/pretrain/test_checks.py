@@ -10,8 +10,6 @@ from mlm.cli.compose.composition import compose_values, load_config
 from mlm.cli.pretrain.run import epochs_warning
 from mlm.config.build import build
 from mlm.data.blend import BlendedDataset
-from mlm.launch.rules.layout import Launch, num_replicas
-from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import corpora, corpus_folders, validation_prefixes
@@ -114,11 +112,6 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
                 "not; use cp=1",
             ),
             (
-                ["cp=2", "model=llama_tiny", "data.seq_length=126"],
-                "cp=2 splits sequences into 4 pieces, but 4 does not divide data.seq_length=126; "
-                "use data.seq_length=124 or data.seq_length=128",
-            ),
-            (
                 ["model=llama_tiny", "model.options.rope_scaling=ntk"],
                 "model.options.rope_scaling=ntk is no scaling of ours; "
                 "use default, linear, dynamic, llama3, yarn or longrope",
@@ -167,17 +160,6 @@ def test_number_out_of_range_hides_no_other_problem_and_divides_nothing() -> Non
         "train.micro_batch_size=0",
         "data.seq_length=999",
     ]
-
-
-@pytest.mark.parametrize(
-    "dp, world_size, local_devices, expected",
-    [(3, 8, None, 3), (None, 8, 4, 4), (None, None, 8, 4), (None, None, None, 1), (None, None, 1, 1)],
-)
-def test_dp_takes_what_is_left(
-    dp: int | None, world_size: int | None, local_devices: int | None, expected: int
-) -> None:
-    parallel = ParallelConfig(tp=2, dp=dp)
-    assert num_replicas(parallel.replica, parallel.dp, Launch(world_size, local_devices)) == expected
 
 
 class TestFiles:
@@ -257,19 +239,6 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
 
 
 @pytest.mark.parametrize(
-    ("other", "fix"),
-    [
-        ("lora.dora=true", "lora.dora=false"),
-        ("compile=true", "compile=null"),
-        ("train.ramp_batch=[8,8,100]", "train.ramp_batch=null"),
-    ],
-)
-def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) -> None:
-    problems = problems_of("exact=4", other)
-    assert any(p.startswith("exact=4 does not go with ") and f"use {fix} or exact=0" in p for p in problems)
-
-
-@pytest.mark.parametrize(
     ("settings", "problem"),
     [
         (
@@ -281,8 +250,13 @@ def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) ->
             "exact=4 does not go with cp=4; use a divisor of 2 for it, or exact=0",
         ),
         (
+            ["exact=4", "cp=2", "data.seq_length=128"],
+            "exact=4 does not go with cp=2; use 1 (or a multiple of 256 for data.seq_length) for it, "
+            "or exact=0",
+        ),
+        (
             ["exact=4", "cp=2", "model=moe_tiny"],
-            "exact=4 does not go with cp=2; use 1 for it, or exact=0",
+            "exact=4 does not go with ep=1; use a multiple of 2 for it, or exact=0",
         ),
         (
             ["exact=4", "model=moe_tiny", "model.options.bias=true"],
@@ -290,7 +264,7 @@ def test_exact_names_the_setting_that_it_does_not_cover(other: str, fix: str) ->
         ),
         (
             ["exact=4", "model=moe_tiny", *FOLDED, "ep=3"],
-            "exact=4 does not go with ep=3; use a multiple of tp=2 for it, or exact=0",
+            "exact=4 does not go with ep=3; use a multiple of 2 for it, or exact=0",
         ),
         (
             [*SHORT, "model.options.z_loss=0.1"],
@@ -311,45 +285,64 @@ def test_exact_takes_experts_whose_scores_are_whole_vectors() -> None:
     assert problems_of(*SHORT) == []
 
 
+STACK = "cuda_graphs=stack compile=true model.attention_dropout=0"
+
+
 @pytest.mark.parametrize(
-    "switch, other, fix",
+    "words, other, fix",
     thinned(
         [
-            ("cuda_graphs", "compile=false", "compile=true"),
-            ("cuda_graphs", "tp=2", "tp=1"),
-            ("cuda_graphs", "pp=2", "pp=1"),
-            ("cuda_graphs", "pipeline=gpipe", "pipeline=1f1b"),
-            ("cuda_graphs", "zero=2", "zero=0"),
-            ("cuda_graphs", "recompute=full", "recompute=selective"),
-            ("cuda_graphs", "fuse_accumulation=true", "fuse_accumulation=false"),
-            ("cuda_graphs", "deterministic=true", "deterministic=false"),
-            ("fuse_accumulation", "zero=2", "zero=0"),
-            ("fuse_accumulation", "recompute=full", "recompute=selective"),
-            ("fuse_accumulation", "precision.dtype=fp8", "precision=bf16"),
+            ("cuda_graphs=true", "compile=false", "cuda_graphs=false or compile=true"),
+            ("cuda_graphs=true", "tp=2", "cuda_graphs=false or tp=1"),
+            ("cuda_graphs=true", "pp=2", "cuda_graphs=false or pp=1"),
+            ("cuda_graphs=true", "pipeline=gpipe", "cuda_graphs=false or pipeline=1f1b"),
+            ("cuda_graphs=true", "zero=2", "cuda_graphs=false or zero=0"),
+            ("cuda_graphs=true", "recompute=full", "cuda_graphs=false or recompute=selective"),
+            ("cuda_graphs=true", "fuse_accumulation=true", "cuda_graphs=false or fuse_accumulation=false"),
+            ("cuda_graphs=true", "deterministic=true", "cuda_graphs=false or deterministic=false"),
+            (STACK, "model.attention_dropout=0.1", "cuda_graphs=false or model.attention_dropout=0"),
+            (STACK, "precision.dtype=fp8", "cuda_graphs=false or precision.dtype=bf16"),
+            (STACK, "data.reset_attention=true", "cuda_graphs=false or data.reset_attention=false"),
+            (STACK, "data.reset_positions=true", "cuda_graphs=false or data.reset_positions=false"),
+            (STACK, "tp=2", "cuda_graphs=false or tp=1"),
+            ("fuse_accumulation=true", "zero=2", "fuse_accumulation=false or zero=0"),
+            ("fuse_accumulation=true", "recompute=full", "fuse_accumulation=false or recompute=selective"),
+            (
+                "fuse_accumulation=true",
+                "precision.dtype=fp8",
+                "fuse_accumulation=false or precision.dtype=bf16",
+            ),
+            ("exact=4", "lora.dora=true", "exact=0 or lora.dora=false"),
+            ("exact=4", "compile=true", "exact=0 or compile=null"),
+            ("exact=4", "train.ramp_batch=[8,8,100]", "exact=0 or train.ramp_batch=null"),
+            ("recompute=budget", "compile=false", "recompute=full or compile=true"),
+            ("recompute=budget compile=true", "pipeline=zb_h1", "recompute=full or pipeline=1f1b"),
+            ("recompute=budget compile=true", "cp=2", "recompute=full or cp=1"),
         ],
         2,
     ),
 )
-def test_switch_names_the_setting_that_it_does_not_go_with(switch: str, other: str, fix: str) -> None:
-    problem = f"{switch}=true does not go with {other}; use {switch}=false or {fix}"
-    assert problem in map(str, problems_of(f"{switch}=true", other))
-    assert problems_of(f"{switch}=true", "compile=true", "recompute=selective") == []
+def test_switch_names_the_setting_that_it_does_not_go_with(words: str, other: str, fix: str) -> None:
+    problem = f"{words.split()[0]} does not go with {other}; use {fix}"
+    assert problem in map(str, problems_of(*words.split(), other))
 
 
 @pytest.mark.parametrize(
-    "words, fix",
+    "words",
     [
-        ("compile=false", "use recompute=full or compile=true"),
-        ("compile=true pipeline=zb_h1", "use recompute=full or pipeline=1f1b"),
-        ("compile=true tp=2 sequence_parallel=true", "use recompute=full or sequence_parallel=false"),
-        ("compile=true cp=2", "use recompute=full or cp=1"),
-        ("compile=true model=moe_tiny", "use recompute=full"),
-        ("compile=true tp=2 dp=2 zero=2", None),
+        *("cuda_graphs=true compile=true recompute=selective", "fuse_accumulation=true compile=true", STACK),
+        "recompute=budget compile=true tp=2 dp=2 zero=2 sequence_parallel=true",
     ],
 )
-def test_a_budget_of_activations_needs_layers_compiled_whole(words: str, fix: str | None) -> None:
-    found = list(map(str, problems_of("recompute=budget", *words.split())))
-    assert found == [] if fix is None else any(fix in problem for problem in found), found
+def test_switch_takes_the_other_settings(words: str) -> None:
+    assert problems_of(*words.split()) == []
+
+
+@pytest.mark.parametrize("words", ["recompute=budget compile=true", "cuda_graphs=true"])
+def test_switch_of_the_compiler_takes_no_mixture(words: str) -> None:
+    (problem,) = problems_of(*words.split(), "model=moe_tiny")
+    assert "does not go with model.options.num_experts=" in problem
+    assert problem.endswith("or model.options.num_experts=0")
 
 
 @pytest.mark.parametrize(("epochs", "fix"), [([20.0], None), ([126.0], "15"), ([1.0, 40.0], "50")])

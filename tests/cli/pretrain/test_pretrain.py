@@ -144,17 +144,6 @@ def test_bits_per_byte_follow_from_the_loss_and_the_texts_bytes(run: Path, corpu
     assert score["corpus_digest"] == digest_file(corpus / "validation.bin")
 
 
-def test_generate_continues_the_prompt_and_repeats_itself_for_a_seed(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main(["generate", f"ckpt={run}", "prompt=the quick", "max_new_tokens=20", f"seed={seed}"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0].startswith("the quick")
-    assert texts[0] == texts[1] != texts[2]
-
-
 # What goes wrong, before any rank starts: exit code 2 (1 for damage), and a line that names file and remedy.
 
 

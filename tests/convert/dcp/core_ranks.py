@@ -10,21 +10,13 @@ import torch
 import torch.nn.functional as F
 from megatron_on_cpu import NO_DROPOUT, UNFUSED, replace_cuda
 
-VOCAB, HIDDEN, LAYERS, HEADS, FFN, POSITIONS = 128, 32, 4, 4, 48, 32
-TOKENS = torch.randint(0, 61, (2, 19), generator=torch.Generator().manual_seed(1))
-LLAMA = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 8,
-    "position_embedding_type": "rope",
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-}
+from tests.convert.dcp import llamas
+
+VOCAB, LAYERS = 128, 4
+TOKENS = torch.randint(0, llamas.VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
 GPT = {
+    "group_query_attention": False,
+    "num_query_groups": llamas.HEADS,
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
     "swiglu": False,
@@ -33,22 +25,13 @@ GPT = {
     "openai_gelu": False,
     "bias_gelu_fusion": False,
 }
+"""Arguments of a GPT that a Llama has otherwise."""
 
 
 def arguments(kind: str) -> argparse.Namespace:
-    """The arguments of a Megatron-LM run."""
-    common = {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "ffn_hidden_size": FFN,
-        "max_position_embeddings": POSITIONS,
-        "norm_epsilon": 1e-5,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "vocab_size": VOCAB,
-    }
-    return argparse.Namespace(**(common | (LLAMA if kind == "llama" else GPT)))
+    """The arguments of a Megatron-LM run, of layers that two stages share."""
+    changes = {} if kind == "llama" else GPT
+    return llamas.arguments(num_layers=LAYERS, vocab_size=VOCAB, **changes)
 
 
 def start(rank: int, world: int, port: int) -> None:
@@ -71,7 +54,7 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
-        num_query_groups=getattr(args, "num_query_groups", args.num_attention_heads),
+        num_query_groups=args.num_query_groups,
         ffn_hidden_size=args.ffn_hidden_size,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

@@ -65,11 +65,8 @@ def nested(depth: int) -> bytes:
     return b"\x80\x02)" + b"\x85" * depth + b"."
 
 
-def doubling() -> bytes:
-    """Lists of two references to the list before: 2^100 leaves."""
-    return b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(100)) + b"."
-
-
+DOUBLING = b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(100))
+"""Lists of two references to the list before: 2^100 leaves."""
 PICKLES: dict[str, bytes] = {
     "os.system": pickle.dumps(Call(os.system, TOUCH)),
     "builtins.eval": pickle.dumps(Call(eval, f"open('{RAN}', 'w')")),
@@ -85,7 +82,7 @@ PICKLES: dict[str, bytes] = {
     "BUILD on a list": b"\x80\x02]}b.",
     "nested a million deep": nested(1_000_000),
     "a million deep as a key": b"\x80\x02}" + nested(1_000_000)[2:-1] + b"Ns.",
-    "doubled a hundred times": doubling(),
+    "doubled a hundred times": b"\x80\x02]q\x00" + DOUBLING + b".",
     "a number of 255 bytes": b"\x80\x02\x8a\xff" + b"\x01" * 255 + b".",
     "entry 2^31 of the memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "a text of 2^60 bytes": b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",

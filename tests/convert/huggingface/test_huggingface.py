@@ -1,4 +1,4 @@
-"""Folders of `transformers`: which are read, and what is said about the others."""
+"""Folders of `transformers`, GPT-2's and BERT's: which are read, and what is said about the others."""
 
 import os
 from collections.abc import Callable
@@ -13,19 +13,37 @@ from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
+from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.convert.huggingface.folder import read_model, weight_files
-from mlm.convert.huggingface.gpt2 import locations, read_config, write_config
-from mlm.convert.huggingface.mapping import Location, TokenIds
+from mlm.convert.huggingface.mapping import TokenIds
 from mlm.convert.huggingface.tensors import HFTensors
-from mlm.util.errors import ConfigError, UserError
+from mlm.convert.locations import Location
+from mlm.models.config import ModelConfig
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from tests.convert import hf_berts
+from tests.convert.hf_berts import make_bert
 from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
+
+Tensors = dict[str, Tensor]
+BERTS = [
+    replace(hf_berts.MODEL, norm=norm, head=head, num_labels=3 if head == "classification" else 0)
+    for norm in ("pre", "post")
+    for head in ("language_model", "none", "classification", "span")
+]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound model."""
-    make_model(tmp_path / "model")
-    return tmp_path / "model"
+    """A sound GPT-2."""
+    make_model(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A sound BERT with both pretraining heads."""
+    make_bert(tmp_path / "bert", "bert", "ForPreTraining")
+    return tmp_path / "bert"
 
 
 def read(folder: Path) -> HFTensors:
@@ -35,10 +53,14 @@ def read(folder: Path) -> HFTensors:
     return tensors
 
 
-def test_every_parameter_has_a_location_of_its_own() -> None:
-    found = dict(locations(MODEL))
-    assert found.keys() == parameters(MODEL).keys()
-    assert len({location.names for location in found.values()}) == len(found)
+@pytest.mark.parametrize(
+    "model", [MODEL, *BERTS], ids=lambda model: f"{model.kind}-{model.norm}-{model.head}"
+)
+def test_every_parameter_has_a_location_of_its_own(model: ModelConfig) -> None:
+    found = dict(mapping_of_kind(model.kind).locations(model))
+    assert found.keys() == parameters(model).keys()
+    names = [name for location in found.values() for name in location.names]
+    assert len(set(names)) == len(names)
 
 
 def test_qkv_is_regrouped_by_head() -> None:
@@ -58,56 +80,93 @@ def test_location_is_undone_bit_for_bit(transposed: bool, heads: int | None) -> 
     assert torch.equal(location.to_theirs(location.to_ours([theirs]))[0], theirs)
 
 
-def test_config_is_read(folder: Path) -> None:
-    model = read_model(folder)
-    assert (model.config, model.notes) == (MODEL, ())
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
-def test_config_survives_both_ways(activation: Any) -> None:
-    model = replace(MODEL, activation=activation)
-    assert read_config(write_config(model, TokenIds(0)), "") == (model, [])
-
-
-def test_missing_keys_have_the_defaults_of_transformers() -> None:
-    model, _ = read_config({}, "")
-    assert (model.num_layers, model.hidden_size, model.vocab_size) == (12, 768, 50257)
-    assert (model.max_positions, model.hidden_dropout, model.layer_norm_eps) == (1024, 0.1, 1e-5)
-
-
-def test_dropout_of_embeddings_that_differs_is_noted() -> None:
-    model, notes = read_config({"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "")
-    assert model.hidden_dropout == 0.2
-    assert "embd_pdrop=0.3" in notes[0]
+def test_a_region_of_joined_tensors_is_read(bert: Path) -> None:
+    key = load_file(bert / "model.safetensors")["bert.encoder.layer.1.attention.self.key.weight"]
+    second_head = Region((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
+    assert torch.equal(read(bert).read("layers.1.attention.qkv.weight", second_head), key[6:12, 2:7])
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "model",
     [
-        ("activation_function", "relu"),
-        ("scale_attn_weights", False),
-        ("pruned_heads", {"0": [1]}),
-        ("is_causal", False),
-        ("transformers_weights", "../other.safetensors"),
-        ("n_layer", 10**15),
-        ("n_embd", True),
-        ("vocab_size", "many"),
-        ("layer_norm_epsilon", float("nan")),
-        ("n_head", 5),
+        *(replace(MODEL, activation=activation) for activation in ("gelu", "gelu_tanh", "relu2")),  # type: ignore[arg-type]
+        *(replace(BERTS[1], activation=activation) for activation in ("gelu", "gelu_tanh")),  # type: ignore[arg-type]
+        replace(BERTS[1], norm="post"),
+    ],
+    ids=lambda model: f"{model.kind}-{model.norm}-{model.activation}",
+)
+def test_config_survives_both_ways(model: ModelConfig) -> None:
+    mapping = mapping_of_kind(model.kind)
+    assert mapping.read(mapping.write(model, TokenIds(0)), "") == (model, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "width", "vocabulary", "positions", "eps"),
+    [
+        ("gpt2", 12, 768, 50257, 1024, 1e-5),
+        ("bert", 12, 768, 30522, 512, 1e-12),
+        ("megatron-bert", 24, 1024, 29056, 512, 1e-12),
     ],
 )
-def test_what_our_model_cannot_express_is_rejected_by_key_and_value(
-    folder: Path, key: str, value: Any
+def test_missing_keys_have_the_defaults_of_transformers(
+    kind: str, layers: int, width: int, vocabulary: int, positions: int, eps: float
 ) -> None:
+    model, _ = mapping_of_kind(kind.removeprefix("megatron-")).read({"model_type": kind}, "")
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, width // 64)
+    assert (model.vocab_size, model.max_positions, model.layer_norm_eps) == (vocabulary, positions, eps)
+    assert (model.hidden_dropout, model.ffn_hidden_size) == (0.1, None)
+    assert (model.token_types, model.activation) == ((0, "gelu_tanh") if kind == "gpt2" else (2, "gelu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "note"),
+    [
+        ("gpt2", {"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "embd_pdrop=0.3"),
+        ("bert", {"hidden_dropout_prob": 0.2, "classifier_dropout": 0.3}, "classifier_dropout=0.3"),
+    ],
+)
+def test_a_second_dropout_that_differs_is_noted(kind: str, settings: dict[str, Any], note: str) -> None:
+    model, notes = mapping_of_kind(kind).read(settings, "")
+    assert model.hidden_dropout == 0.2
+    assert note in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "pruned_heads", {"0": [1]}),
+        ("gpt2", "is_causal", False),
+        ("gpt2", "transformers_weights", "../other.safetensors"),
+        ("gpt2", "n_layer", 10**15),
+        ("gpt2", "n_embd", True),
+        ("gpt2", "vocab_size", "many"),
+        ("gpt2", "layer_norm_epsilon", float("nan")),
+        ("gpt2", "n_head", 5),
+        ("bert", "hidden_act", "relu"),
+        ("bert", "position_embedding_type", "relative_key"),
+        ("bert", "is_decoder", True),
+        ("bert", "add_cross_attention", True),
+        ("bert", "is_causal", True),
+        ("bert", "quantization_config", {"bits": 4}),
+        ("bert", "intermediate_size", None),
+        ("bert", "type_vocab_size", 0),
+        ("bert", "type_vocab_size", 1),
+        ("bert", "hidden_dropout_prob", 1.0),
+        ("bert", "num_attention_heads", 5),
+    ],
+)
+def test_what_our_model_cannot_express_is_rejected_by_key(
+    request: pytest.FixtureRequest, kind: str, key: str, value: Any
+) -> None:
+    folder = request.getfixturevalue("folder" if kind == "gpt2" else "bert")
     edit_config(folder, **{key: value})
     with pytest.raises(ConfigError) as caught:
         read_model(folder)
     (problem,) = caught.value.problems
     assert key in problem
     assert "config.json" in problem
-
-
-Tensors = dict[str, Tensor]
 
 
 def duplicate(tensors: Tensors) -> None:
@@ -119,24 +178,61 @@ def untie(tensors: Tensors) -> None:
     tensors["lm_head.weight"][330, 3] += 1
 
 
+def token_labels(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "pooler" in name or name.startswith("cls.")]:
+        del tensors[name]
+    tensors["classifier.weight"] = torch.ones(2, 24)
+
+
+def untie_bert(tensors: Tensors) -> None:
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
+
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+GAMMA = "bert.embeddings.LayerNorm.gamma"
+
+
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("kind", "edit", "said"),
     [
-        (lambda t: t.pop("transformer.h.1.ln_2.bias"), r"no tensor h\.1\.ln_2\.bias"),
-        (lambda t: t.update({"v_head.weight": torch.ones(2, 24)}), "v_head.weight is no parameter"),
-        (lambda t: t.update({"transformer.h.3.ln_1.bias": torch.ones(24)}), r"h\.3\.ln_1\.bias is no"),
-        (lambda t: t.update({"transformer.wpe.weight": torch.ones(47, 24)}), r"wpe\.weight is \[47, 24\]"),
-        (lambda t: t.update({"transformer.ln_f.bias": torch.ones(24).double()}), r"ln_f\.bias is F64"),
-        (duplicate, r"wpe\.weight is in .* and in"),
-        (untie, r"lm_head\.weight differs from wte\.weight"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(0, 24)}), "differs from"),
+        ("gpt2", lambda t: t.pop("transformer.h.1.ln_2.bias"), r"no tensor h\.1\.ln_2\.bias"),
+        ("gpt2", lambda t: t.update({"v_head.weight": torch.ones(2, 24)}), "v_head.weight is no parameter"),
+        (
+            "gpt2",
+            lambda t: t.update({"transformer.h.3.ln_1.bias": torch.ones(24)}),
+            r"h\.3\.ln_1\.bias is no",
+        ),
+        (
+            "gpt2",
+            lambda t: t.update({"transformer.wpe.weight": torch.ones(47, 24)}),
+            r"wpe\.weight is \[47, 24\]",
+        ),
+        (
+            "gpt2",
+            lambda t: t.update({"transformer.ln_f.bias": torch.ones(24).double()}),
+            r"ln_f\.bias is F64",
+        ),
+        ("gpt2", duplicate, r"wpe\.weight is in .* and in"),
+        ("gpt2", untie, r"lm_head\.weight differs from wte\.weight"),
+        ("gpt2", lambda t: t.update({"lm_head.weight": torch.ones(0, 24)}), "differs from"),
+        ("bert", lambda t: t.pop(QUERY), r"no tensor encoder\.layer\.1\.attention\.self\.query\.weight"),
+        ("bert", lambda t: t.pop("bert.pooler.dense.bias"), r"no tensor pooler\.dense\.bias"),
+        ("bert", lambda t: t.pop("cls.predictions.bias"), r"no tensor cls\.predictions\.bias"),
+        ("bert", lambda t: t.update({QUERY: torch.ones(48, 24)}), r"query\.weight is \[48, 24\]"),
+        ("bert", lambda t: t.update({QUERY: torch.ones(24, 24).int()}), r"query\.weight is I32"),
+        ("bert", lambda t: t.update({"classifier.weight": torch.ones(2, 24)}), "of two heads"),
+        ("bert", lambda t: t.update({"cls.seq_relationship.weight": torch.ones(3, 24)}), r"is \[3, 24\]"),
+        ("bert", lambda t: t.update({GAMMA: torch.ones(24)}), r"embeddings\.LayerNorm\.weight is in"),
+        ("bert", token_labels, "a label for each token"),
+        ("bert", untie_bert, "differs from"),
     ],
 )
 def test_tensors_that_are_not_the_model_are_named(
-    folder: Path, edit: Callable[[Tensors], Any], said: str
+    request: pytest.FixtureRequest, kind: str, edit: Callable[[Tensors], Any], said: str
 ) -> None:
+    folder = request.getfixturevalue("folder" if kind == "gpt2" else "bert")
     edit_tensors(folder, edit)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises((UserError, CorruptFileError), match=said):
         read(folder)
 
 
@@ -153,6 +249,24 @@ def test_old_names_masks_and_an_equal_output_layer_are_accepted(folder: Path) ->
     edit_tensors(folder, old)
     want = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(read(folder).read("token.weight", Region((7, 0), (2, 24))), want[7:9])
+
+
+def test_names_of_tensorflow_buffers_and_equal_copies_are_accepted(bert: Path) -> None:
+    """As in google-bert/bert-base-uncased and older; the output layer's bias under its other name alone."""
+
+    def old(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            older = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+            tensors[older] = tensors.pop(name)
+        tensors["bert.embeddings.position_ids"] = torch.arange(48).unsqueeze(0)
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+    edit_tensors(bert, old)
+    want = load_file(bert / "model.safetensors")[GAMMA]
+    assert torch.equal(read(bert).read("embedding_norm.weight", Region((0,), (24,))), want)
+    edit_tensors(bert, lambda tensors: tensors.pop("cls.predictions.bias"))
+    assert read(bert).model.config.head == "language_model"
 
 
 def test_untied_output_layer_that_is_not_there_is_rejected(folder: Path) -> None:
@@ -179,19 +293,14 @@ def test_pipe_in_place_of_a_file_does_not_block(folder: Path) -> None:
 def test_snapshot_of_the_hub_links_to_its_blobs(folder: Path) -> None:
     snapshot = hub_cache(folder)
     assert (snapshot / "config.json").is_symlink()
-    assert read(snapshot).model.config == MODEL
+    model = read(snapshot).model
+    assert (model.config, model.notes) == (MODEL, ())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_becomes_float32(folder: Path, dtype: torch.dtype) -> None:
-    want = {}
-
-    def halve(tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.to(dtype)
-        want["bias"] = tensors["transformer.ln_f.bias"].float()
-
-    edit_tensors(folder, halve)
+    want = load_file(folder / "model.safetensors")["transformer.ln_f.bias"].to(dtype).float()
+    edit_tensors(folder, lambda tensors: tensors.update({n: x.to(dtype) for n, x in tensors.items()}))
     found = read(folder).read("final_norm.bias", Region((0,), (SHAPE["n_embd"],)))
     assert found.dtype == torch.float32
-    assert torch.equal(found, want["bias"])
+    assert torch.equal(found, want)

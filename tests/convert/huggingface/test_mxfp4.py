@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import mlm
-from mlm.convert.huggingface.mxfp4 import dequantise
+from mlm.convert.locations import dequantise_mxfp4
 from mlm.util.errors import UserError
 from tests.convert.hf_models import edit_config, edit_tensors, export_model, import_model
 
@@ -49,7 +49,7 @@ def test_every_code_and_exponent_is_the_number_of_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 253, 1)
     scales = torch.arange(253, dtype=torch.uint8).view(1, 1, 253).repeat(1, 16, 1)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(dequantise(blocks, scales), theirs)
+    assert torch.equal(dequantise_mxfp4(blocks, scales), theirs)
 
 
 def test_a_quantised_folder_has_the_logits_of_transformers_and_is_imported(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_quantised_folder_has_the_logits_of_transformers_and_is_imported(tmp_p
     torch.testing.assert_close(again(tokens).logits, want, rtol=0, atol=1e-6)
     held, stored = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj"
-    numbers = dequantise(held[f"{name}_blocks"], held[f"{name}_scales"])
+    numbers = dequantise_mxfp4(held[f"{name}_blocks"], held[f"{name}_scales"])
     assert torch.equal(stored[name], numbers.transpose(1, 2))
 
 

@@ -116,26 +116,18 @@ def part_of(state: Mapping[str, Tensor], layout: Layout, t: int, stage: int) -> 
 
 def shard_of(name: str, value: Tensor, layout: Layout, t: int) -> Tensor:
     if "linear_qkv." in name and "layer_norm" not in name:
-        return qkv_of(value.chunk(layout.tp)[t], layout)
-    if name.endswith("linear_fc1.weight") and is_gated(name, value):
+        # [head][q, k, v][column] of one rank in the order of its version
+        rows, version, heads = value.chunk(layout.tp)[t], layout.version or 0, HEADS // layout.tp
+        if version >= 2:
+            return rows
+        split = rows.reshape(heads, 3, -1, *rows.shape[1:])
+        return (split.transpose(0, 1) if version == 0 else split.transpose(1, 2)).reshape(rows.shape)
+    if name.endswith("linear_fc1.weight") and value.shape[0] != 4 * value.shape[1]:
+        # Gated: GPT-2's and BERT's are [4H, H] here; a Llama's [gate, up] is not.
         return torch.cat([half.chunk(layout.tp)[t] for half in value.chunk(2)])
     if any(end in name for end in ROWS) and "layer_norm" not in name:
         return value.chunk(layout.tp)[t]
     return value.chunk(layout.tp, 1)[t] if name.endswith(COLUMNS) else value
-
-
-def is_gated(name: str, value: Tensor) -> bool:
-    """GPT-2's and BERT's are [4H, H] here; a Llama's [gate, up] is not."""
-    return value.shape[0] != 4 * value.shape[1]
-
-
-def qkv_of(rows: Tensor, layout: Layout) -> Tensor:
-    """[head][q, k, v][column] of one rank in the order of its version."""
-    version, heads = layout.version or 0, HEADS // layout.tp
-    if version >= 2:
-        return rows
-    split = rows.reshape(heads, 3, -1, *rows.shape[1:])
-    return (split.transpose(0, 1) if version == 0 else split.transpose(1, 2)).reshape(rows.shape)
 
 
 def old_form(held: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:

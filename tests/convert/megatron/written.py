@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, MegatronBertConfig, MegatronBertForPreTraining
+from transformers import GPT2LMHeadModel, MegatronBertConfig, MegatronBertForPreTraining
+
+from tests.models import reference
 
 VOCAB, POSITIONS, HIDDEN, LAYERS, HEADS = 61, 24, 32, 4, 4
 WIDTH = HIDDEN // HEADS
@@ -18,28 +20,10 @@ PARTS = ("weight", "bias")
 State = dict[str, Tensor]
 
 
-@torch.no_grad()
-def randomized(model: Any) -> Any:
-    """Make every weight, bias and norm of a model random."""
-    for p in model.parameters():
-        p.add_(torch.randn_like(p) * 0.2)
-    return model.eval()
-
-
 @cache
 def random_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=POSITIONS,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model: GPT2LMHeadModel = randomized(GPT2LMHeadModel(config))
-    return model
+    sizes = {"vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": HIDDEN, "n_layer": LAYERS}
+    return reference.random_gpt2(0.2, n_head=HEADS, **sizes).eval()
 
 
 def random_bert(**settings: Any) -> MegatronBertForPreTraining:
@@ -54,7 +38,7 @@ def random_bert(**settings: Any) -> MegatronBertForPreTraining:
         layer_norm_eps=1e-5,
         **({"hidden_act": "gelu_new"} | settings),
     )
-    model: MegatronBertForPreTraining = randomized(MegatronBertForPreTraining(config))
+    model: MegatronBertForPreTraining = reference.randomized(MegatronBertForPreTraining(config), 0.2).eval()
     return model
 
 
@@ -84,23 +68,15 @@ def padded(table: Tensor, rows: int) -> Tensor:
     return full
 
 
-def qkv_order() -> list[int]:
-    """Rows of q, k and v, one after the other, in the order [head][q, k, v][column]."""
-    return [
-        (part * HEADS + head) * WIDTH + column
-        for head in range(HEADS)
-        for part in range(3)
-        for column in range(WIDTH)
-    ]
-
-
 def core_layer(norm1: str, qkv: State, out: str, norm2: str, up: str, down: str, state: State) -> State:
     """A layer in Megatron Core's names, its linear weights [out, in]; texts name modules of `state`."""
-    layer = State()
+    # Rows of q, k and v, one after the other, in the order [head][q, k, v][column].
+    numbers = torch.arange(3 * HIDDEN).view(3, HEADS, WIDTH)
+    order, layer = numbers.transpose(0, 1).flatten(), State()
     for part in PARTS:
         layer |= {
             f"self_attention.linear_qkv.layer_norm_{part}": state[f"{norm1}.{part}"],
-            f"self_attention.linear_qkv.{part}": qkv[part][qkv_order()],
+            f"self_attention.linear_qkv.{part}": qkv[part][order],
             f"self_attention.linear_proj.{part}": state[f"{out}.{part}"],
             f"mlp.linear_fc1.layer_norm_{part}": state[f"{norm2}.{part}"],
             f"mlp.linear_fc1.{part}": state[f"{up}.{part}"],

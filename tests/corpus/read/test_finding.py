@@ -2,39 +2,27 @@
 
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mlm.corpus import build as build_module
 from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import Listing, search
 from mlm.util.errors import UserError
-from tests.corpus.read.test_shards import names, put
-from tests.corpus.texts import documents, keep_work, output, plain, quiet, write_jsonl
-
-NOBODY = 65534
+from tests.corpus.texts import documents, interrupted, keep_work, output, plain, quiet, write_jsonl
+from tests.util.as_nobody import NOBODY, as_nobody, open_folder
 
 
 @pytest.fixture
 def unprivileged() -> Iterator[Path]:
     """A folder, and permissions that hold in it: nothing stops root from reading."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    before = os.geteuid()
-    try:
-        if before == 0:
+    with open_folder() as folder:
+        if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
-            os.seteuid(NOBODY)
-        yield folder
-    finally:
-        os.seteuid(before)
-        for path, _, _ in os.walk(folder):
-            os.chmod(path, 0o700)
-        shutil.rmtree(folder)
+        with as_nobody():
+            yield folder
 
 
 def reasons(found: Listing) -> dict[str, str]:
@@ -50,7 +38,8 @@ def check_stops(path: Path | str, name: str, reason: str) -> None:
 def test_folder_that_cannot_be_listed_stops_the_build(unprivileged: Path) -> None:
     put(unprivileged, "a.jsonl", "shut/b.jsonl")
     (unprivileged / "shut").chmod(0)
-    check_stops(unprivileged, "shut", "Permission denied")
+    for path in (unprivileged, unprivileged / "shut"):
+        check_stops(path, "shut", "Permission denied")
 
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "**", "*/*.jsonl", "*/a.jsonl", "[d-s]*/*/*.jsonl"])
@@ -153,18 +142,10 @@ def test_corpus_inside_its_input_is_not_read(source: Path, monkeypatch: pytest.M
         assert [item.name for item in search(str(path)).inputs] == ["a.jsonl", "bad.jsonl"]
 
 
-def test_killed_build_into_its_input_resumes(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_build_into_its_input_resumes(source: Path, tmp_path: Path) -> None:
     config = plain(source, out=str(source / "out"), bad_input="skip")
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build_module, "publish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run_build(config, quiet())
+    with interrupted("mlm.corpus.build.publish"):
+        run_build(config, quiet())
     assert run_build(config, quiet()) is not None
     assert documents(source / "out/train") == ["one<|endoftext|>", "two<|endoftext|>"]
     apart = plain(source, out=str(tmp_path / "apart"), bad_input="skip")
@@ -187,3 +168,73 @@ def test_text_of_the_users_in_out_is_named_by_the_user(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text/out/notes.jsonl", ["mine"])
     with pytest.raises(UserError, match=r"out=.*notes\.jsonl, which no build wrote"):
         run_build(plain(tmp_path / "text", out=str(tmp_path / "text/out")), quiet())
+
+
+def put(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("{}")
+    return root
+
+
+def names(path: Path | str) -> list[tuple[str, str | None]]:
+    return [(item.name, item.split) for item in search(str(path)).inputs]
+
+
+def test_folder_is_read_to_its_depth_sorted_by_path(tmp_path: Path) -> None:
+    put(tmp_path, "b.jsonl", "a/z.txt.gz", "a/b/c.parquet", "a.JSONL.zst", "c.txt")
+    found = [name for name, _ in names(tmp_path)]
+    assert found == ["a/b/c.parquet", "a/z.txt.gz", "a.JSONL.zst", "b.jsonl", "c.txt"]
+
+
+def test_unknown_files_are_passed_over_and_named(tmp_path: Path) -> None:
+    found = search(str(put(tmp_path, "a.jsonl", "b.csv", "c.json", "d.gz")))
+    assert [item.name for item in found.inputs] == ["a.jsonl"]
+    assert "not read: b.csv, c.json, d.gz" in str(found.notes())
+
+
+def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
+    put(tmp_path / "far", "a.jsonl")
+    put(tmp_path / "near", "b.jsonl")
+    os.symlink(tmp_path / "far", tmp_path / "near/far")
+    os.symlink(tmp_path / "near", tmp_path / "near/loop")
+    assert names(tmp_path / "near") == [("b.jsonl", None), ("far/a.jsonl", None)]
+
+
+def test_folder_gives_its_parts_in_order(tmp_path: Path) -> None:
+    put(tmp_path, "test.txt", "train.jsonl.gz", "validation.parquet", "other.jsonl", "sub/train.jsonl")
+    assert names(tmp_path) == [
+        ("train.jsonl.gz", "train"),
+        ("validation.parquet", "validation"),
+        ("test.txt", "test"),
+    ]
+    assert "not read: other.jsonl (" in str(search(str(tmp_path)).notes())
+
+
+def test_glob_takes_the_files_it_names(tmp_path: Path) -> None:
+    put(tmp_path, "text/a.jsonl", "text/deep/er/b.jsonl", "text/c.txt", "text/train.txt")
+    assert names(f"{tmp_path}/text/**/*.jsonl") == [("a.jsonl", None), ("deep/er/b.jsonl", None)]
+    assert names(f"{tmp_path}/text/[ac].*") == [("a.jsonl", None), ("c.txt", None)]
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        (["test.jsonl"], "", r"holds test\.jsonl but no train\.jsonl"),
+        (["train.jsonl", "train.txt.gz"], "", r"train\.jsonl and train\.txt\.gz, all for the part train"),
+        (["a.csv"], "a.csv", "holds no .* rename"),
+        (["a.json"], "a.json", "one object per line"),
+        (["a.json"], "", "only 1 others such as a.json"),
+        ([], "absent.jsonl", "does not exist"),
+        ([], "", r"holds no \.jsonl"),
+        ([], "*.jsonl", "matches no file"),
+        (["a.csv"], "*", "rename"),
+    ],
+)
+def test_input_that_cannot_be_read_says_why(
+    tmp_path: Path, files: list[str], path: str, message: str
+) -> None:
+    put(tmp_path, *files)
+    with pytest.raises(UserError, match=message) as problem:
+        search(str(tmp_path / path))
+    assert "\n" not in str(problem.value)

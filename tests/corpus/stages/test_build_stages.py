@@ -60,7 +60,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_rules_remove_what_they_should(source: Path) -> None:
+def test_rules_remove_what_they_should_and_stages_leave_no_work(source: Path) -> None:
     receipt = run_build(thorough(source), quiet())
     removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
     assert removed == {"min_tokens": 7, "near_duplicate": 10}
@@ -68,10 +68,6 @@ def test_rules_remove_what_they_should(source: Path) -> None:
     assert receipt["contamination"]["documents_cut"] == 3
     # a cut leaves two pieces
     assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
-
-
-def test_no_stage_leaves_work_behind(source: Path) -> None:
-    run_build(thorough(source), quiet())
     assert not (source.parent / "out/work").exists()
 
 

@@ -1,8 +1,8 @@
 """The work of a build grows with the bytes of its input, not with the square of its files or tasks."""
 
 import json
+import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.corpus.texts import plain, quiet, thorough, words, write_jsonl
 
 
 def many_files(folder: Path, count: int) -> Path:
-    import random
 
     for i in range(count):
         rng = random.Random(i % (count - 2))  # the last two repeat the first two
@@ -31,15 +30,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Files of earlier stages that are opened, by what opens them."""
     counts = Counter[str]()
 
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def count(name: str, owner: Any, attribute: str) -> None:
+        call = getattr(owner, attribute)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
             counts[name] += 1
             return call(*args, **kwargs)
 
-        return wrapper
+        monkeypatch.setattr(owner, attribute, counted)
 
-    monkeypatch.setattr(plan.BuildStage, "marker", counted("markers", plan.BuildStage.marker))
-    monkeypatch.setattr(np, "load", counted("arrays", np.load))
+    count("markers", plan.BuildStage, "marker")
+    count("arrays", np, "load")
     return counts
 
 

@@ -9,11 +9,20 @@ import pytest
 
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataBuildConfig, DecontaminateConfig, FilterConfig, NormaliseConfig
-from mlm.corpus.stages import tokenise
 from mlm.data.config import SPLITS
 from mlm.data.corpus_files import split_of_document
 from mlm.util.errors import UserError
-from tests.corpus.texts import build, documents, output, plain, quiet, small_tokenizer, words, write_jsonl
+from tests.corpus.texts import (
+    build,
+    documents,
+    interrupted,
+    output,
+    plain,
+    quiet,
+    small_tokenizer,
+    words,
+    write_jsonl,
+)
 
 END = "<|endoftext|>"
 
@@ -122,18 +131,12 @@ def test_evaluation_text_is_cut_from_passages(tmp_path: Path) -> None:
     assert not any(shared in text for text in documents(tmp_path / "out/train"))
 
 
-def test_kill_between_the_passes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_between_the_passes_changes_nothing(tmp_path: Path) -> None:
     texts = [long_text(number, 20) for number in range(3)]
     config = defaults(write_texts(tmp_path / "texts", texts))
     build(replace(config, out=str(tmp_path / "unhurt")))
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenise, "passages_of", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build(config)
+    with interrupted("mlm.corpus.stages.tokenise.passages_of"):
+        build(config)
     build(replace(config, workers=2))
     assert output(tmp_path / "out") == output(tmp_path / "unhurt")
     assert not (tmp_path / "out/work").exists()

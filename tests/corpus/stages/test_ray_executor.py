@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,39 +37,26 @@ NODE = socket.gethostname()
 # ---- without Ray
 
 
-@dataclass
-class FolderAsPlan:
-    """A folder in place of a plan."""
-
-    work: Path
-    shards: dict[int, list[Any]] = field(default_factory=dict)
-
-
-@dataclass
-class FileAsShard:
-    path: str
-    kind: str = "txt"
-
-
-def node_error(plan: FolderAsPlan, token: bytes = b"t", **expected: str) -> str:
+def node_error(plan: Any, token: bytes = b"t", **expected: str) -> str:
     """Run a task as a worker does; its error."""
     here = os.getcwd()
     try:
         with pytest.raises(UserError) as caught:
-            run_on_node(here, token, versions() | expected, cast(BuildPlan, plan), "clean", 0)
+            run_on_node(here, token, versions() | expected, plan, "clean", 0)
     finally:
         os.chdir(here)
     return str(caught.value)
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderAsPlan:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a worker reads of a plan."""
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     (tmp_path / MARKER).write_bytes(b"t")
-    return FolderAsPlan(tmp_path / "work")
+    return SimpleNamespace(work=tmp_path / "work", shards={})
 
 
-def test_a_node_without_the_commands_folder_is_named(plan: FolderAsPlan) -> None:
+def test_a_node_without_the_commands_folder_is_named(plan: SimpleNamespace) -> None:
     fix = "choose folders that all nodes share"
     problem = f"executor=ray: node {NODE} does not see {plan.work.parent}; {fix}"
     assert node_error(plan, token=b"of another folder") == problem
@@ -75,12 +64,13 @@ def test_a_node_without_the_commands_folder_is_named(plan: FolderAsPlan) -> None
     assert node_error(plan) == problem
 
 
-def test_a_node_without_an_input_is_named(plan: FolderAsPlan) -> None:
-    plan.shards[0] = [FileAsShard("s3://bucket/a.txt"), FileAsShard("/nowhere/b.txt")]
+def test_a_node_without_an_input_is_named(plan: SimpleNamespace) -> None:
+    paths = ("s3://bucket/a.txt", "/nowhere/b.txt")
+    plan.shards[0] = [SimpleNamespace(path=path, kind="txt") for path in paths]
     assert f"node {NODE} does not see /nowhere/b.txt;" in node_error(plan)
 
 
-def test_a_node_with_other_versions_is_named(plan: FolderAsPlan) -> None:
+def test_a_node_with_other_versions_is_named(plan: SimpleNamespace) -> None:
     here = versions()["tokenizers"]
     assert f"node {NODE} has tokenizers {here}, unlike the command's" in node_error(plan, tokenizers="0.0.1")
 
@@ -93,7 +83,7 @@ def test_a_node_with_other_versions_is_named(plan: FolderAsPlan) -> None:
     ],
 )
 def test_a_node_without_room_is_named(
-    plan: FolderAsPlan, raised: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+    plan: SimpleNamespace, raised: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_task(*_: object) -> None:
         raise raised
@@ -300,10 +290,8 @@ build.run_build(thorough(source, executor=executor), quiet())
 def tasks_in_progress() -> list[str]:
     titles = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):  # it has ended meanwhile
             titles.append(path.read_text(errors="replace"))
-        except OSError:
-            continue
     return [title for title in titles if title.startswith("ray::with_node")]
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,35 +17,30 @@ from mlm.util.errors import UserError
 from tests.slow import slow_but
 
 
-@dataclass
 class FolderAsPlan:
     """A folder in place of a plan."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def of_task(self, task: int) -> Path:
         return self.path
 
 
-def note_pid(path: Path) -> None:
-    """Record the process of a task."""
+def long(path: Any, stage: str, task: int) -> None:
+    """A task that records its process and takes long."""
     (path / str(os.getpid())).touch()
+    time.sleep(600)
 
 
 def killed_or_long(path: Any, stage: str, task: int) -> None:
     """Task 1 is killed once the other is under way, which takes long."""
-    note_pid(path)
+    if task == 0:
+        long(path, stage, task)
+    (path / str(os.getpid())).touch()
     while len(list(path.iterdir())) < 2:
         time.sleep(0.01)
-    if task == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
-
-
-def long(path: Any, stage: str, task: int) -> None:
-    """A task in the middle of something."""
-    note_pid(path)
-    time.sleep(600)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_until_gone(pids: list[int]) -> None:

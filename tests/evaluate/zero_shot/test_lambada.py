@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.evaluate.zero_shot import lambada, sources
-from mlm.evaluate.zero_shot.protocol import Protocol, deduplicate
+from mlm.evaluate.zero_shot.protocol import Protocol
 from mlm.inference.scoring import Score, score
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -58,19 +58,10 @@ def test_context_and_word_are_tokenised_apart_or_together() -> None:
         def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
             return [array("I", [ord(c) for c in text.replace("x y", "\u0100")]) for text in texts]
 
-    apart = lambada.strict_splits(["wx yz"], Merging())  # type: ignore[arg-type]
-    together = lambada.joint_splits(["wx yz"], Merging())  # type: ignore[arg-type]
-    assert apart == [([ord("w"), ord("x")], [ord(" "), ord("y"), ord("z")])]
-    assert together == [([ord("w"), ord("x")], [ord("z")])]
-
-
-def test_protocols_that_agree_on_tokens_share_a_request(tmp_path: Path) -> None:
-    requests = [*built(tmp_path, strict=True).requests, *built(tmp_path, strict=False).requests]
-    kept, where = deduplicate(requests)
-    assert len(kept) < len(requests)
-    for request, place in zip(requests, where, strict=True):
-        assert kept[place].tokens.tolist() == request.tokens.tolist()
-        assert kept[place].first == request.first
+    source = sources.EvalTexts(name="x", form="", texts=("wx yz",), locations=("x:1",), digest="")
+    for build, word in ((lambada.strict_cloze, " yz"), (lambada.cloze, "z")):
+        (request,) = build(source, Merging(), seq_length=9, limit=None).requests  # type: ignore[arg-type]
+        assert (request.tokens.tolist(), request.first) == ([ord(letter) for letter in f"wx{word}"], 2)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -96,13 +96,9 @@ def test_passages_come_from_every_form(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (b'{"text": "a b"}\n{"text"\n', ":2: not a line of JSON"),
-        (b'{"text": "a b"}\n\n["a"]\n', ":3: not a JSON object"),
         (b'{"txt": "a b"}\n', ":1: no text under 'text'"),
         (b'{"text": 7}\n', ":1: no text under 'text'"),
         (b'{"text": "\\ud800 b"}\n', ":1: holds half a surrogate pair"),
-        (b'{"text": "\xff"}\n', ":1: not UTF-8"),
-        (b"[" * 100_000, ":1: nested too deeply"),
         (b"\n", "holds no passage"),
     ],
 )

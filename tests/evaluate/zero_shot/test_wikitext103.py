@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlm.evaluate.zero_shot import sources, wikitext103
-from mlm.evaluate.zero_shot.protocol import Protocol, exp, mean_stderr, ratio_stderr
+from mlm.evaluate.zero_shot.protocol import Protocol, exp, ratio_stderr
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
-from mlm.inference.scoring import Score, rolling_windows, score
+from mlm.inference.scoring import Score, mean_stderr, rolling_windows, score
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference

@@ -13,7 +13,7 @@ import pytest
 
 from mlm.cli import main
 from mlm.launch.doctor import run as doctor
-from mlm.launch.doctor.findings import Finding
+from mlm.launch.doctor.findings import CheckResult
 from tests.launch.conftest import ROOT
 
 Said = pytest.CaptureFixture[str]
@@ -36,7 +36,7 @@ def test_one_rank_gets_a_table_and_a_result(tmp_path: Path, capsys: Said) -> Non
 def test_a_failed_check_ends_with_1_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
-    bad = Finding("ulimit -n", "fail", "12", "run `ulimit -n 260` before the start")
+    bad = CheckResult("ulimit -n", "fail", "12", "run `ulimit -n 260` before the start")
     monkeypatch.setattr(doctor.host, "open_files", lambda world_size: bad)
     out = tmp_path / "doctor.json"
     assert main(["doctor", *CPU, f"out={out}"]) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlm.launch.doctor import folder as folders
-from mlm.launch.doctor.findings import Finding, rows_of
+from mlm.launch.doctor.findings import CheckResult, rows_of
 from mlm.launch.doctor.folder import LOCKS, RENAMED, SHARED, SPEED, check_folder
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.util.lock import Lock, LockError
@@ -26,21 +26,21 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "SLOW_SPEED", 0.0)  # whatever the disk of the tests does
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, *folders_of_ranks: Path) -> list[list[Finding]]:
+def checked(monkeypatch: pytest.MonkeyPatch, *folders_of_ranks: Path) -> list[list[CheckResult]]:
     """Findings of each rank, in its folder; all are the first of their host."""
 
-    def work(ctx: Any) -> list[Finding]:
+    def work(ctx: Any) -> list[CheckResult]:
         return check_folder(folders_of_ranks[ctx.rank], ctx, is_first_of_host=True)
 
     return on_threads(monkeypatch, work, len(folders_of_ranks))
 
 
-def alone(folder: Path) -> list[Finding]:
+def alone(folder: Path) -> list[CheckResult]:
     return check_folder(folder, ParallelContext(device=CPU), is_first_of_host=True)
 
 
-def statuses(found: list[Finding]) -> dict[str, str]:
-    return {finding.check: finding.status for finding in found}
+def statuses(found: list[CheckResult]) -> dict[str, str]:
+    return {check_result.check: check_result.status for check_result in found}
 
 
 def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(

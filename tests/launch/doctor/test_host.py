@@ -12,9 +12,9 @@ import pytest
 
 from mlm.launch import network
 from mlm.launch.doctor import host
-from mlm.launch.doctor.findings import Finding, Status, different_versions, rows_of
+from mlm.launch.doctor.findings import CheckResult, Status, rows_of
 from mlm.launch.doctor.host import GIB, MIB, environment
-from mlm.launch.environment import RankPlace
+from mlm.launch.environment import RankPosition
 from mlm.util import system
 
 
@@ -23,14 +23,42 @@ def statvfs(free: int, whole: int = 1000 * GIB, inodes: int = 10) -> Callable[[A
     return lambda folder: found
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 1 << 20))
+def limit(soft: int) -> Callable[[Any], tuple[int, int]]:
+    return lambda which: (soft, 1 << 20)
 
 
-@pytest.mark.parametrize(("free", "status"), [(100 * MIB, "fail"), (3 * GIB, "warn"), (9 * GIB, "ok")])
-def test_memory_is_judged_by_its_share_of_a_rank(free: int, status: str) -> None:
-    found = host.memory(free, ranks_here=2)
-    assert (found.status, "start fewer ranks" in found.remedy) == (status, True)
+@pytest.mark.parametrize(
+    ("check", "planted", "status", "remedy"),
+    [
+        (lambda: host.memory(100 * MIB, ranks_here=2), None, "fail", "start fewer ranks"),
+        (lambda: host.memory(3 * GIB, ranks_here=2), None, "warn", "start fewer ranks"),
+        (lambda: host.memory(9 * GIB, ranks_here=2), None, "ok", "start fewer ranks"),
+        (lambda: host.disk(Path("runs")), statvfs(100 * MIB), "fail", ""),
+        (lambda: host.disk(Path("runs")), statvfs(2 * GIB), "warn", ""),
+        (lambda: host.disk(Path("runs")), statvfs(100 * GIB), "ok", ""),
+        (lambda: host.disk(Path("runs")), statvfs(100 * GIB, inodes=0), "fail", ""),
+        (lambda: host.disk(Path("no/where")), None, "fail", ""),
+        (lambda: host.open_files(8), limit(100), "fail", "ulimit -n"),
+        (lambda: host.open_files(512), limit(100), "fail", "ulimit -n 2304"),
+        (lambda: host.open_files(512), limit(300), "fail", "ulimit -n 2304"),
+        (lambda: host.open_files(8), limit(300), "ok", ""),
+        (lambda: host.open_files(8), limit(resource.RLIM_INFINITY), "ok", ""),
+        (lambda: host.locked_memory(True), limit(8192), "warn", ""),
+        (lambda: host.locked_memory(False), limit(8192), "ok", ""),
+        (lambda: host.shared_memory(False), statvfs(MIB), "fail", "--shm-size"),
+        (lambda: host.shared_memory(True), statvfs(64 * MIB), "warn", "--shm-size"),
+        (lambda: host.shared_memory(False), statvfs(64 * MIB), "ok", "--shm-size"),
+        (lambda: host.shared_memory(True), statvfs(9 * GIB), "ok", "--shm-size"),
+    ],
+)
+def test_too_little_of_a_resource_is_found(
+    check: Callable[[], CheckResult], planted: Any, status: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if planted is not None:
+        monkeypatch.setattr(host.os, "statvfs", planted)
+        monkeypatch.setattr(resource, "getrlimit", planted)
+    found = check()
+    assert (found.status, remedy in found.remedy) == (status, True)
 
 
 def test_available_memory_is_the_least_of_the_hosts_and_the_containers(
@@ -47,51 +75,6 @@ def test_available_memory_is_the_least_of_the_hosts_and_the_containers(
     assert system.available_memory() == 8 << 10
 
 
-@pytest.mark.parametrize(
-    ("found", "status"),
-    [
-        (statvfs(100 * MIB), "fail"),
-        (statvfs(2 * GIB), "warn"),
-        (statvfs(100 * GIB), "ok"),
-        (statvfs(100 * GIB, inodes=0), "fail"),
-    ],
-)
-def test_a_full_disk_is_found(found: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.os, "statvfs", found)
-    assert host.disk(Path("runs")).status == status
-
-
-def test_a_folder_that_this_host_lacks_is_found(tmp_path: Path) -> None:
-    assert host.disk(tmp_path / "nowhere").status == "fail"
-
-
-@pytest.mark.parametrize(("soft", "status"), [(100, "fail"), (300, "ok"), (resource.RLIM_INFINITY, "ok")])
-def test_a_limit_of_open_files_is_found(soft: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limited(monkeypatch, soft)
-    assert host.open_files(world_size=8).status == status
-    assert "ulimit -n 2304" in host.open_files(world_size=512).remedy or status == "ok"
-
-
-@pytest.mark.parametrize(("soft", "on_gpu", "status"), [(8192, True, "warn"), (8192, False, "ok")])
-def test_a_limit_of_locked_memory_is_found(
-    soft: int, on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limited(monkeypatch, soft)
-    assert host.locked_memory(on_gpu).status == status
-
-
-@pytest.mark.parametrize(
-    ("free", "on_gpu", "status"),
-    [(MIB, False, "fail"), (64 * MIB, True, "warn"), (64 * MIB, False, "ok"), (9 * GIB, True, "ok")],
-)
-def test_a_small_shared_memory_is_found(
-    free: int, on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host.os, "statvfs", statvfs(free))
-    found = host.shared_memory(on_gpu)
-    assert (found.status, "--shm-size" in found.remedy) == (status, True)
-
-
 def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def getaddrinfo(name: str, *_: object, **__: object) -> list[Any]:
         if name != "node1":
@@ -100,7 +83,7 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(network.socket, "gethostname", lambda: "node1")
-    place = RankPlace(0, 4, 0, 2, master_addr="nosuch", master_port=1)
+    place = RankPosition(0, 4, 0, 2, master_addr="nosuch", master_port=1)
     found = host.names(place, {})
     assert (found.status, "MASTER_ADDR=nosuch" in found.result) == ("fail", True)
     assert "set MASTER_ADDR" in found.remedy
@@ -134,19 +117,12 @@ def test_more_ranks_than_cores_are_not_told_to_set_the_one_thread_that_they_have
 
 def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
     found: list[Status] = ["ok", "fail", "warn", "fail"]
-    each = [[Finding("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
+    each = [[CheckResult("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
     (row,) = rows_of(each, ["a", "b", "b", "c"])
     assert (row.status, row.ranks) == ("fail", (1, 3))
     assert (row.result, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
 
 
 def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
-    (row,) = rows_of([[Finding("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
+    (row,) = rows_of([[CheckResult("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
     assert (row.result, row.remedy, row.ranks) == ("9 GB", "", ())
-
-
-def test_versions_that_differ_name_both_and_the_hosts() -> None:
-    ours = {"mlm": "1", "torch": "2.11", "python": "3.12"}
-    assert different_versions(["a", "b"], [ours, ours]) == ""
-    found = different_versions(["a", "b", "b"], [ours, {**ours, "torch": "2.12"}, {**ours, "torch": "2.12"}])
-    assert found == "torch 2.12 on ranks 1, 2 (host b), 2.11 on rank 0 (host a)"

@@ -31,6 +31,7 @@ from mlm.parallel.sharding import load_full, parameter_shards
 from mlm.util.errors import UserError
 from mlm.verify.huggingface import our_outputs, reference_outputs, relative_difference
 from tests.convert.hf_models import edit_config, export_model, import_model
+from tests.models.reference import randomized
 from tests.slow import slow_but
 
 ROBERTAS = ("Roberta", "XLMRoberta", "Camembert")
@@ -60,11 +61,7 @@ def make_kin(kin: str, name: str, shape: Sequence[int] = SHAPES[0], **settings: 
         known |= {"type_vocab_size": 1, "pad_token_id": pad, "layer_norm_eps": 1e-4}
         known |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = getattr(transformers, f"{kin}Config")(vocab_size=vocabulary, **known | settings)
-    model = getattr(transformers, f"{kin}{name}")(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model
+    return randomized(getattr(transformers, f"{kin}{name}")(config).eval(), 0.1)
 
 
 @cache

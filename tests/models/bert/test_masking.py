@@ -115,12 +115,6 @@ def test_ngrams_are_consecutive_words_of_one_segment_and_cover_all(max_ngram: in
     assert place == len(grams.words)
 
 
-def one_long_run(count: int) -> np.ndarray:
-    tokens = np.random.default_rng(3).integers(4, CONTINUES, (count, 512))
-    tokens[:, 0], tokens[:, -1] = CLS, SEP
-    return tokens
-
-
 @pytest.mark.parametrize("max_ngram", [2, 3, 4])
 def test_drawn_sizes_follow_one_over_n(max_ngram: int) -> None:
     count = 60_000
@@ -132,7 +126,8 @@ def test_drawn_sizes_follow_one_over_n(max_ngram: int) -> None:
 
 
 def test_chosen_ngrams_follow_one_over_n() -> None:
-    tokens = one_long_run(1000)
+    tokens = np.random.default_rng(3).integers(4, CONTINUES, (1000, 512))  # one long run
+    tokens[:, 0], tokens[:, -1] = CLS, SEP
     states = draw(root(4), np.arange(1000))
     grams = split_grams(tokens, vocab, states, 3)
     chosen = choose_grams(grams, np.full(1000, 77), draw(states, 0))

@@ -15,7 +15,6 @@ from mlm.models.bert.samples import BERTSamples
 from mlm.models.roberta.family import FAMILY, corpus_problems
 from mlm.models.roberta.samples import MaskedWindows
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.finetune.material import roberta
 from tests.finetune.runs import ROBERTA
@@ -122,11 +121,6 @@ def test_the_family_reads_a_corpus_with_the_tokenizer_of_a_roberta(tmp_path: Pat
         continues = (samples.labels != IGNORE_INDEX) & ~tokenizer.is_word_start[np.maximum(samples.labels, 0)]
         rows, columns = np.nonzero(continues[:, 2:])
         assert (samples.labels[rows, columns + 1] != IGNORE_INDEX).all()
-
-
-def test_tokens_outside_the_vocabulary_are_an_error(corpus: IndexedDataset) -> None:
-    with pytest.raises(UserError, match="holds token ids that the tokenizer's 9 do not cover"):
-        samples_of(corpus, vocab=vocab_of(corpus, 9)).gather(range(9))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,11 @@ def test_a_cached_continuation_has_the_logits_of_a_full_pass(name: str, shape: i
         y = model.read(tokens[:, column : column + 1], step)
         assert (y - want[:, column]).abs().max() <= 1e-10 * want.abs().max(), f"token {column}"
     for keys, values in cache._layers.values():
-        kv_heads = 1 if keys is values else architecture_of(model.config).kv_heads  # latents are of all heads
-        assert keys.shape[1] == kv_heads
+        if rank := model.config.options.get("kv_lora_rank"):  # one head for all: latents and turned keys
+            assert keys is values
+            assert keys.shape[1::2] == (1, int(rank) + int(model.config.options["rope_head_dim"]))
+        else:
+            assert keys.shape[1] == architecture_of(model.config).kv_heads
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -39,7 +39,11 @@ def test_training_is_that_of_transformers_from_weights_an_ulp_away(kind: str, ti
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
     ours = Llama(our_config(theirs))
     load_full(ours, MAPPING.to_ours(theirs.state_dict(), our_config(theirs)), Axis("tp"))
-    moved = [an_ulp_away(theirs, seed) for seed in range(4)]
+    moved = [copy.deepcopy(theirs) for _ in range(4)]
+    for seed, model in enumerate(moved):  # each weight one float32 ulp up or down
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters():
+            p.data.mul_(1 + (2 * torch.randint(0, 2, p.shape, generator=generator) - 1) * 2.0**-23)
     losses, norms = train(theirs, their_loss)
     apart = [train(model, their_loss) for model in moved]
     our_losses, our_norms = train(ours, lambda m, x, y: m(x, y, torch.tensor(1 / y.numel())))
@@ -47,15 +51,6 @@ def test_training_is_that_of_transformers_from_weights_an_ulp_away(kind: str, ti
     differences = [(each[1] / norms - 1).abs().max() for each in apart]
     assert (our_norms / norms - 1).abs().max() <= 3 * max(differences)
     assert max(differences) <= 1e-3
-
-
-def an_ulp_away(model: nn.Module, seed: int) -> nn.Module:
-    """The same model, each weight one float32 ulp up or down."""
-    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in moved.parameters():
-            p.mul_(1 + (2 * torch.randint(0, 2, p.shape, generator=generator) - 1) * 2.0**-23)
-    return moved
 
 
 def their_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -77,11 +77,8 @@ def test_zb_h1_idle_time_for_any_cost_and_few_micro_batches(f: int, b: int, w: i
     """Derived: W fills min(p, m) - 1 waits of at most the shortest op."""
     for p, m in SIZES:
         idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, b, w)
-        assert plan("zb_h1", p, 1, m, split_cost(f, b, w)).makespan == m * (f + b + w) + idle, (p, m)
-
-
-def split_cost(f: int, b: int, w: int) -> Cost:
-    return Cost(forward=f, backward=1000, input_gradient=b, weight_gradient=w)
+        cost = Cost(forward=f, backward=1000, input_gradient=b, weight_gradient=w)
+        assert plan("zb_h1", p, 1, m, cost).makespan == m * (f + b + w) + idle, (p, m)
 
 
 def test_forward_only_idles_p_minus_1_forwards() -> None:

@@ -80,6 +80,7 @@ def test_every_curve_shows_its_last_value_and_the_console_is_empty(
         started(),
         stepped(1, loss=None),
         stepped(2, loss=0.125, grad_norm=0.0),
+        {"kind": "sample", "step": 2, "prompt": "To", "text": " be\n<b>or</b>"},
     )
     runs = [
         read_run(some_run(tmp_path / "long", steps=3000), "long"),
@@ -96,6 +97,7 @@ def test_every_curve_shows_its_last_value_and_the_console_is_empty(
     cells = re.findall(r'<td data-run="(\d)" data-key="step:loss" data-last="([^"]*)">([^<]*)</td>', document)
     assert cells == [("0", "-25", "-25"), ("1", "4.8", "4.8"), ("2", "0.125", "0.125")]
     assert "&lt;/script&gt;&lt;b&gt;short" in document
+    assert " be\n&lt;b&gt;or&lt;/b&gt;</span>" in document
 
 
 def test_keys_and_controls_change_what_is_shown(tmp_path: Path) -> None:

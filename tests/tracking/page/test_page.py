@@ -100,6 +100,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
         *(stepped(step, **{NAUGHTY: 1.0}) for step in (1, 2)),
         incident,
         {"kind": "save_failed", "step": 1, "error": NAUGHTY},
+        {"kind": "sample", "step": 1, "prompt": NAUGHTY, "text": [NAUGHTY]},
         {"kind": "scores", "step": 1, "split": NAUGHTY, "accuracy": 0.5},
         name=NAUGHTY.replace("\x00", "").replace("\x1b", ""),
     )
@@ -147,13 +148,37 @@ def test_times_beyond_all_numbers_are_no_error(tmp_path: Path) -> None:
 
 def test_scores_have_their_receipt(tmp_path: Path) -> None:
     run = some_run(tmp_path / "a")
-    part = {"split": "test", "metrics": {"accuracy": 0.75}}
+    part = {"split": "test", "metrics": {"accuracy": 0.75}, "standard_errors": {"accuracy": 0.01}}
     (run / "eval-race.json").write_text(
         json.dumps({"task": "race", "results": [part], "data_digest": "xxh3:12"})
     )
     page = page_of(run)
-    assert "accuracy (test) 0.7500" in page.text
+    assert "accuracy (test) 0.7500 ± 0.0100" in page.text
     assert '"data_digest": "xxh3:12"' in page.text
+
+
+def sampled(step: int, text: str, prompt: str = "The") -> dict[str, Any]:
+    return {"kind": "sample", "time": 1000.0, "step": step, "prompt": prompt, "text": text}
+
+
+def test_samples_are_newest_first_and_earlier_ones_are_folded(tmp_path: Path) -> None:
+    records = [sampled(step, f" <b>{step}\n{n}") for step in (10, 20, 30) for n in (1, 2)]
+    content = make_page([read_run(write_run(tmp_path / "a", started(), *records), "a")]).decode()
+    section = content.partition('<section id="samples">')[2].partition("</section>")[0]
+    assert re.findall(r"> &lt;b&gt;(\d+\n\d)</span>", section) == [
+        *("30\n1", "30\n2", "20\n1", "20\n2", "10\n1", "10\n2")
+    ]
+    shown = section.partition("<details><summary>Earlier samples of a (4)")[0]
+    assert "30\n2" in shown
+    assert "20\n1" not in shown
+
+
+def test_samples_of_steps_that_are_trained_again_are_left_out(tmp_path: Path) -> None:
+    records = [sampled(10, "first"), sampled(20, "lost"), started(10), sampled(20, "again")]
+    page = page_of(write_run(tmp_path / "a", started(), *records))
+    assert "first" in page.texts
+    assert "again" in page.texts
+    assert "lost" not in page.texts
 
 
 def test_a_page_is_recognised_as_a_result_and_holds_the_licence_of_its_library(tmp_path: Path) -> None:

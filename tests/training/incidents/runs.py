@@ -44,7 +44,7 @@ def watcher(trainer: Trainer, folder: Any) -> Incidents:
     """Incidents of a trainer whose reports go to `said`."""
     said: list[str] = []
     quiet = lambda *_: None  # noqa: E731
-    reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet)
+    reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
     made = Incidents(trainer, folder, reporter, SimpleNamespace(ancestry=trainer.ancestry))  # type: ignore[arg-type]
     trainer.observers = Observers([made])
     made.said = said  # type: ignore[attr-defined]

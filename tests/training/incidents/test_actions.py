@@ -5,14 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import ArrayLike, NDArray
 
+from mlm.data.sampler import first_of_step
 from mlm.parallel.collectives import ToHost
 from mlm.parallel.mesh import shape_context
 from mlm.runs.config import IncidentConfig
 from mlm.training import trainer
 from mlm.training.incidents import watcher
-from tests.training.incidents.bad_data import BAD
+from tests.training.incidents.bad_data import BAD, Constant
 from tests.training.incidents.runs import STEP, folder, incident, losses, pretrain
 from tests.training.incidents.runs import watcher as watcher_of
 from tests.training.records import records
@@ -29,6 +32,14 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose incident is only logged."""
     out = tmp_path_factory.mktemp("logged") / "run"
     assert pretrain(out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that returned to a checkpoint."""
+    out = tmp_path_factory.mktemp("rewound") / "run"
+    assert pretrain(out, "incident.action=rewind") == 0
     return out
 
 
@@ -60,6 +71,28 @@ def test_a_skipped_update_is_that_of_the_incident_alone(logged: Path, tmp_path: 
     assert state["applied_steps"] == 13
 
 
+def test_a_rewound_run_continues_from_the_checkpoint_without_the_samples(logged: Path, rewound: Path) -> None:
+    ours, theirs = losses(rewound), losses(logged)
+    assert [ours[step] == theirs[step] for step in range(1, STEP)] == [True] * (STEP - 1)
+    assert max(ours[step] for step in range(STEP, 15)) < 0.01 < theirs[STEP]
+    state = json.loads((rewound / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
+    assert state["consumed_samples"] == 14 * 4 + 4
+    assert state["incidents"]["left_out_samples"] == [[40, 4]]
+    assert [record["from"] for record in records(rewound, "rewound")] == [STEP]
+    assert [record["step"] for record in records(rewound, "step")] == list(range(1, 15))
+
+
+@pytest.mark.slow
+def test_a_rewound_run_that_is_resumed_is_the_same_run(rewound: Path, tmp_path: Path) -> None:
+    out, rewinds = tmp_path / "run", "incident.action=rewind"
+    assert pretrain(out, rewinds, "train.steps=10", "schedule.decay_steps=14") == 0
+    assert pretrain(out, rewinds, "train.steps=12", "schedule.decay_steps=14") == 0
+    assert pretrain(out, rewinds, "schedule.decay_steps=14") == 0
+    assert {step: losses(out)[step] for step in range(11, 15)} == {
+        step: losses(rewound)[step] for step in range(11, 15)
+    }
+
+
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The update is applied before its numbers are read, as on a GPU: the order of both."""
@@ -89,6 +122,13 @@ def test_a_gpu_applies_the_update_before_the_host_reads(
     assert incident(tmp_path / "run")["exact"] == incident(logged)["exact"]
     usual = ["apply", "read"]
     assert deferred == usual * STEP + ["apply"] + usual * (14 - STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deferred")
+def test_a_gpu_rewinds_as_a_cpu(rewound: Path, tmp_path: Path) -> None:
+    assert pretrain(tmp_path / "run", "incident.action=rewind") == 0
+    assert losses(tmp_path / "run") == losses(rewound)
 
 
 def test_a_stopped_run_ends_with_1_and_its_checkpoint(
@@ -124,3 +164,52 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("mlm.training.incidents.watcher.write_atomic", full)
     assert pretrain(tmp_path / "run") == 0
     assert max(losses(tmp_path / "run")) == 14
+
+
+@pytest.mark.parametrize(
+    "consumed, excluded_samples, expected",
+    [
+        (0, [], [0, 4, 8]),
+        (0, [(4, 4)], [0, 8, 12]),
+        (0, [(5, 1)], [0, 6, 10]),
+        (8, [(4, 4)], [8, 12, 16]),
+        (4, [(4, 4), (8, 4)], [12, 16, 20]),
+        (0, [(0, 2), (7, 1)], [2, 8, 12]),
+    ],
+)
+def test_batches_touch_no_sample_that_is_left_out(
+    consumed: int, excluded_samples: list[tuple[int, int]], expected: list[int]
+) -> None:
+    assert [first_of_step(consumed, number, 4, excluded_samples) for number in range(3)] == expected
+
+
+class Bad(Constant):
+    """Three bad samples, each of the batch that takes the place of the one before when that is left out."""
+
+    def gather(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        return super().gather(np.where(np.isin(ids, (BAD + 4, BAD + 8)), BAD, ids))
+
+
+def build(data: object, *, vocab_size: int, num_samples: int, seed: int, validation: bool) -> Bad:
+    """The samples that data.kind=tests.training.incidents.test_actions:build names."""
+    return Bad(vocab_size, 8, num_samples)
+
+
+def test_rewinds_to_a_checkpoint_from_before_them_are_counted(tmp_path: Path) -> None:
+    """The checkpoint knows of none of them, yet the third of incident.rewinds=2 ends the run."""
+    out, kind = tmp_path / "run", f"data.kind={__name__}:build"
+    assert pretrain(out, kind, "incident.action=rewind", "incident.rewinds=2") == 1
+    assert [record["left_out"] for record in records(out, "rewound")] == [[40, 4], [44, 4]]
+    assert max(losses(out)) == STEP - 1
+
+
+@pytest.mark.slow
+def test_each_rewind_leaves_out_the_samples_of_those_before_too(tmp_path: Path) -> None:
+    """What earlier ones left out is not in the checkpoint that the run returns to."""
+    out, kind = tmp_path / "run", f"data.kind={__name__}:build"
+    often = ("checkpoint.save_every=2", "checkpoint.keep_last=4")  # each rewind goes one further back
+    assert pretrain(out, kind, "incident.action=rewind", *often) == 0
+    state = json.loads((out / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
+    assert state["incidents"]["left_out_samples"] == [[40, 4], [44, 4], [48, 4]]
+    assert state["consumed_samples"] == 14 * 4 + 3 * 4

@@ -194,6 +194,21 @@ def test_overflows_of_float16_cost_no_checkpoint_and_stop_nothing(tmp_path: Path
     assert names(out) == [step_name(40)]
 
 
+def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, capsys: Output) -> None:
+    out = tmp_path / "run"
+    assert pretrain(out, *SANE, "checkpoint.keep_last=4", "train.steps=6") == 0
+    assert pretrain(out, *RUINED, "checkpoint.keep_last=4", "incident.action=rewind") == 1
+    assert [record["step"] for record in records(out, "rewound")] == [6, 5, 4, 3]
+    said = capsys.readouterr().err
+    assert "stopped as incident.action=rewind asks: no earlier checkpoint is left to return to" in said
+
+
+def test_a_run_that_has_used_up_its_rewinds_says_so(run: Path, capsys: Output) -> None:
+    assert pretrain(run, *RUINED, "incident.action=rewind", "incident.rewinds=0") == 1
+    said = capsys.readouterr().err
+    assert "asks: training has returned incident.rewinds=0 times" in said
+
+
 MILD = ["incident.window=512", "checkpoint.asynchronous=false"]
 
 

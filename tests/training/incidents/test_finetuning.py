@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.cli import main
+from mlm.cli.finetune import check_finetune
 from mlm.finetune import training
 from mlm.finetune.batches import TaskBatch
 from mlm.finetune.config import FinetuneConfig
@@ -94,6 +95,13 @@ def test_a_stop_ends_the_run_with_1(folder: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(IncidentError, match=r"stopped as incident\.action=stop asks") as raised:
         finetune(spoiled(folder, tmp_path, "stop"))
     assert raised.value.exit_code == 1
+
+
+def test_rewind_is_rejected(folder: Path, tmp_path: Path) -> None:
+    config = spoiled(folder, tmp_path, "rewind")
+    (problem,) = check_finetune(config, world_size=None, local_devices=None)
+    assert problem.keys == ("incident.action",)
+    assert problem.fix == "use incident.action=skip, log or stop"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mlm.checkpoint.native.run_state import INCIDENTS
 from mlm.parallel.mesh import Axis, shape_context
 from mlm.training.incidents import numbers as module
 from mlm.training.incidents.numbers import (
@@ -22,6 +23,7 @@ from mlm.training.incidents.numbers import (
     decode,
     exceeds_limits,
     return_level,
+    spare_samples,
 )
 from mlm.training.incidents.probe import deviations
 from mlm.training.incidents.watcher import Incidents
@@ -205,7 +207,9 @@ def test_losses_of_zero_are_usual_and_a_tenth_above_them_too() -> None:
 
 def incident_state(**changes: Any) -> IncidentState:
     recent = RecentSteps(4, [(1.5, 2.5), (1.25, 0.5)])
-    state = IncidentState(recent, [3, 11], nonfinite_steps=1)
+    state = IncidentState(
+        recent, ((8, 4), (40, 2)), [3, 11], rewinds=2, nonfinite_steps=1, last_rewind=(12, 8)
+    )
     state = replace(state, suspect=3, count=4, expires=9, differ=5, ceilings=(4.5, 4.25, 4.0))
     return replace(state, **changes)
 
@@ -218,6 +222,10 @@ def test_a_resumed_run_remembers_all_that_the_first_did() -> None:
     assert again.doubt == again.high == 3
 
 
+def test_another_incident_returns_to_the_newest_checkpoint() -> None:
+    assert [incident_state().rewind_below(step) for step in (9, 12, 13)] == [8, 8, None]
+
+
 def test_of_too_many_steps_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_STEPS", 2)
     assert incident_state(steps=[3, 5, 9]).encode()["left_out_steps"] == [5, 9]
@@ -226,13 +234,27 @@ def test_of_too_many_steps_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "change",
     [
-        *({"streak": -1}, {"streak": 1.0}, {"streak": True}, {"streak": 1 << 62}, {"left_out_steps": [-3]}),
+        *({"rewinds": -1}, {"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}),
+        *({"left_out_samples": [[4, -4]]}, {"left_out_samples": [[1 << 62, 1]]}),
     ],
     ids=str,
 )
 def test_a_count_that_is_none_is_damage(change: dict[str, Any]) -> None:
     with pytest.raises(CorruptFileError, match=r"state of incidents is damaged .* is no whole number"):
         decode({**incident_state().encode(), **change}, 4)
+
+
+@pytest.mark.parametrize(("action", "further"), [("skip", 0), ("log", 0), ("rewind", 2 * 4 * 3)])
+def test_a_run_may_need_the_samples_in_place_of_those_left_out(action: str, further: int) -> None:
+    """Each range, with the rest of its batch; for each rewind to come as much again."""
+    config = SimpleNamespace(
+        incident=SimpleNamespace(window=4, rewinds=3, action=action),
+        train=SimpleNamespace(global_batch_size=4),
+    )
+    trainer: Any = SimpleNamespace(config=config, extra_state={INCIDENTS: incident_state().encode()})
+    assert spare_samples(trainer) == (4 + 4) + (2 + 4) + further
+    trainer.extra_state = {}
+    assert spare_samples(trainer) == further
 
 
 def incidents_of(dtype: str, folder: Path) -> Incidents:

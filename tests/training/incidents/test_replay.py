@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,9 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import step_name
+from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
+from mlm.config.build import from_dict
 from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
@@ -90,6 +91,17 @@ def test_a_replay_of_several_ranks_finds_the_same_sample(
         assert float(said.split(words)[1].split(",")[0]) == near
 
 
+@pytest.mark.slow
+def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
+    """A later incident of a run that has returned to a checkpoint before."""
+    out = tmp_path / "run"
+    assert pretrain(out, "incident.action=rewind", "check.every=13", "incident.threshold=1000") == 0
+    found = sorted(path.name for path in (out / "incidents").iterdir())
+    assert found[0] == f"step-{STEP:08d}"
+    assert main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1"]) == 0
+    assert "(equal bit for bit)" in capsys.readouterr().out
+
+
 def replayed(out: Path, capsys: Said) -> str:
     """The first line of a replay with equal bits, or its error."""
     capsys.readouterr()
@@ -136,28 +148,6 @@ def test_an_incident_beside_a_save_in_flight_descends_from_it(tmp_path: Path) ->
     assert incident(out)["lineage"]["ancestors"][-1] == [10, manifest["save_id"]]
 
 
-def edited(out: Path, edit: Callable[[Trainer], None]) -> None:
-    """Change the state in the checkpoint of a run."""
-    from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-    from mlm.config.build import from_dict
-
-    path = latest_checkpoint(out / "checkpoints")
-    assert path is not None
-    spec = from_dict(PretrainConfig, dict(read_manifest(path).state["config"]))
-    trainer: Trainer = Trainer(
-        replace(spec, checkpoint=replace(spec.checkpoint, keep_last=1)), shape_context()
-    )
-    load(trainer, path)
-    edit(trainer)
-    save(trainer, out)
-
-
-def large_layer(trainer: Trainer) -> None:
-    """Activations of layer 1 beyond float16, which float32 holds."""
-    with torch.no_grad():
-        trainer.model.chunks[0].layers["1"].mlp.up.bias.fill_(1e5)
-
-
 @pytest.mark.slow
 def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     tmp_path: Path, capsys: Said
@@ -165,7 +155,14 @@ def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     out, scale = tmp_path / "run", "precision.initial_loss_scale=1"
     half = ["precision=fp16", scale, "precision.min_loss_scale=1", "incident.patience=3"]
     assert pretrain(out, *half, "train.steps=2", "schedule.decay_steps=14") == 0
-    edited(out, large_layer)
+    path = out / "checkpoints" / step_name(2)
+    spec = from_dict(PretrainConfig, dict(read_manifest(path).state["config"]))
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, keep_last=1))
+    trainer: Trainer = Trainer(spec, shape_context())
+    load(trainer, path)
+    with torch.no_grad():  # activations of layer 1 beyond float16, which float32 holds
+        trainer.model.chunks[0].layers["1"].mlp.up.bias.fill_(1e5)
+    save(trainer, out)
     capsys.readouterr()
     code = pretrain(out, *half, "schedule.decay_steps=14", "log.every=100")
     said = capsys.readouterr().err

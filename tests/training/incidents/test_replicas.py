@@ -115,7 +115,7 @@ def faulty_replica(ctx: ParallelContext, out: Path, action: Any) -> tuple[list[s
     return incidents.said, incidents.state.doubt, ended  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("action", "ends"), [("log", False), ("stop", True)])
+@pytest.mark.parametrize(("action", "ends"), [("log", False), ("rewind", True)])
 def test_an_incident_of_one_replica_blames_no_sample(action: str, ends: bool, tmp_path: Path) -> None:
     for (said,), doubt, ended in run_on_ranks(faulty_replica, tmp_path, action, dp=2):
         assert "silent corruption: token.weight differs over dp on ranks 0, 1" in said

@@ -69,19 +69,15 @@ def test_a_wait_inside_another_counts_once() -> None:
 
 
 def test_a_slow_rank_of_a_run_is_an_incident_once(tmp_path: Path) -> None:
-    said = run_on_ranks(reports, tmp_path, dp=3)[0]
+    slow = {**EVEN, "computing": 4.0}
+    said = run_on_ranks(compared, tmp_path, [[EVEN, slow, EVEN]] * 2, 16, dp=3)[0]
     assert [text.split(":")[0] for text in said] == [
         "slowest rank 1 (host h1)",
         "step 0",
-        *["slowest rank 1 (host h1)"],
+        "slowest rank 1 (host h1)",
     ]
     record = (tmp_path / "incidents" / "step-00000000" / "incident.json").read_text()
     assert '"slow_rank"' in record
-
-
-def reports(ctx: ParallelContext, out: Path) -> list[str]:
-    slow = {"computing": 4.0}
-    return compared(ctx, out, [[EVEN, {**EVEN, **slow}, EVEN]] * 2, keep=16)
 
 
 def compared(ctx: ParallelContext, out: Path, shares: list[Any], keep: int = 0) -> list[str]:
@@ -148,18 +144,13 @@ def test_a_rank_is_compared_with_the_others_alone() -> None:
 
 def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
     """From check.slow_factor times on; a second slow rank at once."""
-    said = run_on_ranks(reports_of_a_rank_that_recovers, tmp_path, dp=3)[0]
+    factor = CheckConfig().slow_factor
+    even, slow, nearly = ({"computing": seconds} for seconds in (1.0, factor, factor * 0.99))
+    rows = [[even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]]
+    said = run_on_ranks(compared, tmp_path, rows, dp=3)[0]
     assert [line.split(" (")[0].rpartition(" ")[2] for line in said if "incident: slowest" in line] == [
         *("1", "2", "1")
     ]
-
-
-def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str]:
-    factor = CheckConfig().slow_factor
-    even, slow = {"computing": 1.0}, {"computing": factor}
-    nearly = {"computing": factor * 0.99}
-    rows = ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even])
-    return compared(ctx, out, list(rows))
 
 
 def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile_of_those_before(

@@ -1,0 +1,161 @@
+"""The operation that makes a tensor wrong: what it reads or returns on ranks gives their tensor.
+
+One process runs its step again with numbers of ranks in place of its own. The first numbers that give what
+ranks have are the cause.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mlm.verify.audit.compare import Comparison, Location, Ranks, combine_losses, magnitude
+from mlm.verify.audit.operations import OWN, PARTS, Operations, Tensors
+from mlm.verify.audit.parts import Coordinates, difference, match, region, unscaled
+from mlm.verify.audit.patterns import FIT
+from mlm.verify.audit.record import Cause, Key, Recorder
+from mlm.verify.audit.trace import NUMBERS, READ, State, advance, trace
+
+MOST_TRIED = 60
+MOST_STEPS = 40
+"""Limit of the search in processor time: traced steps of one process."""
+MARGIN = 0.1
+"""Fraction of a difference that what is predicted may leave."""
+
+
+def find_operation(recorder: Recorder, comparison: Comparison, place: Location, ranks: Ranks) -> None:
+    """Record as a cause the first numbers of ranks that give their wrong tensor on one process."""
+    traced = {at[1:]: record.tensors for at, record in ranks.items() if at[0] == place.stage}
+    advance(recorder, place.key.step)
+    state, record, note, start = State(recorder), recorder.record, recorder.note, time.process_time()
+    sources = trace(recorder, place).sources
+    limit = time.process_time() + MOST_STEPS * (time.process_time() - start)
+    right = dict(record.tensors)
+    kind = place.key.kind
+    wrong = {k for k in right if k.kind == kind}
+    if kind == "backward":  # the trace ends with the first micro-batch's
+        wrong = {k for k in wrong if k.micro == place.key.micro}
+    if kind == "output" and (cause := _another_layer(recorder, state, comparison, place)) is not None:
+        record.causes.append(cause)
+        return
+    # where micro-batches hold other samples, constants are compared alone, and outputs by their rows
+    keys = [{k for k in own if k.kind == kind} for own in (right, *traced.values())]
+    is_moved = kind != "weight" and any(own != keys[0] for own in keys)
+    if is_moved:
+        if kind != "output" or comparison.layout["tp"] * comparison.layout["cp"] > 1:
+            return
+        right = {k: x for k, x in right.items() if k.kind == NUMBERS or (k.kind == READ and k not in sources)}
+        first = {k: k._replace(micro=0) for k in right}
+        traced = {at: own | {k: own[f] for k, f in first.items() if f in own} for at, own in traced.items()}
+    operations = Operations(comparison, right, sources, traced)
+    # what is right must not pass for what is wrong, as a loss between those of replicas would
+    blind = {
+        how
+        for how, count in ((PARTS, 1), (OWN, len(traced)))
+        if not is_moved
+        and all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
+    }
+    for number, hypothesis in enumerate(islice(operations.hypotheses(), MOST_TRIED)):
+        if time.process_time() > limit:
+            record.given_up = number
+            return
+        recorder.note = partial(_note, note, f"cause {number + 1}: ")
+        if (OWN if hypothesis.how == OWN else PARTS) in blind:
+            continue
+        is_cause = False
+        with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
+            runs: dict[Coordinates, Tensors] = {}
+            for at in [*traced][: None if hypothesis.how == OWN else 1]:
+                state.restore()
+                trace(recorder, place, operations.values(hypothesis, at))
+                runs[at] = dict(record.tensors)
+            if is_moved:
+                is_cause = all(
+                    _has_rows(_joined(runs.get(at, next(iter(runs.values()))), kind), _joined(own, kind))
+                    for at, own in traced.items()
+                )
+            else:
+                is_cause = all(_is_found(operations, place, k, runs) for k in wrong)
+        if is_cause:
+            record.causes.append(operations.explain(hypothesis))
+            return
+
+
+def _note(note: Callable[[str], None], head: str, text: str) -> None:
+    note(head + text)
+
+
+def _another_layer(recorder: Recorder, state: State, comparison: Comparison, place: Location) -> Cause | None:
+    """The layer of a pipeline whose function, with the weights of another number, gives what ranks have."""
+    modules = {recorder._name(name): module for name, module in recorder.subject.module.named_modules()}
+    wrong = {p.key.name: p for p in comparison.wrong if p.key[:2] == place.key[:2]}
+    for name, other in product(wrong, modules):
+        (above, _, number), (parent, _, another) = name.rpartition("."), other.rpartition(".")
+        is_outer = f"{place.key.name}.".startswith(f"{name}.") and number.isdigit()
+        if not (is_outer and another.isdigit() and above == parent and name != other):
+            continue
+        if comparison.layout["pp"] == 1:
+            return None
+        hook = modules[name].register_forward_hook(
+            partial(_as_layer, modules[other]), prepend=True, with_kwargs=True
+        )
+        with suppress(RuntimeError, TypeError):  # of a layer of another shape
+            state.restore()
+            trace(recorder, wrong[name], {})
+            ranks = (r for at, r in comparison.ranks.items() if at[0] == wrong[name].stage)
+            predicted = _joined(recorder.record.tensors, "output")
+            if all(_has_rows(predicted, record.tensors[wrong[name].key]) for record in ranks):
+                why = f"{name} computes what {other} does: look at the numbers of layers on stages"
+                return Cause("another layer's function", why, name)
+        hook.remove()
+    return None
+
+
+def _as_layer(other: nn.Module, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
+    """The output of another layer with the weights of this one."""
+    return functional_call(other, dict(module.named_parameters()), args, kwargs)
+
+
+def _joined(tensors: Tensors, kind: str) -> Tensor:
+    """Outputs of all micro-batches."""
+    return torch.cat([x for k, x in tensors.items() if k.kind == kind])
+
+
+def _has_rows(whole: Tensor, part: Tensor) -> bool:
+    """True if each row of a part is one of the whole's."""
+    distances = torch.cdist(part.flatten(1).double(), whole.flatten(1).double(), p=torch.inf)
+    return float(distances.amin(1).amax()) <= FIT * magnitude(whole)
+
+
+def _is_found(operations: Operations, place: Location, key: Key, runs: Mapping[Coordinates, Tensors]) -> bool:
+    """True if ranks' tensor is predicted, by one run or by one for each rank."""
+    comparison, parts = operations.comparison, operations.parts(key)
+    if not parts:
+        return place.key.kind == "weight"  # of another stage
+    whole, *others = (run[key] for run in runs.values())
+    sizes = (p.largest for p in comparison.locations if p.key == key)
+    size = next(sizes) if key.kind == "weight" else magnitude(whole)
+    # nearer than one process's by far, too
+    bound = max(FIT * size, min(10 * place.limit * size, MARGIN * place.match.error))
+    if others:
+        for placement in operations.placements(parts, whole, ()):
+            pairs = {at: (part, region(runs[at][key], placement, at, parts)) for at, part in parts.items()}
+            is_scaled = key.kind == "backward" and comparison.replicas * comparison.layout["pp"] > 1
+            pairs = unscaled(pairs) if is_scaled else pairs
+            if all(difference(*pair) <= bound for pair in pairs.values()):
+                return True
+        return False
+    if key.kind == "output":
+        found = match(parts, whole, operations.placements(parts, whole, ("cp", "tp")), bound, is_scaled=False)
+        return found is not None and found.error <= bound
+    if key.kind == "weight":
+        return comparison._parameter(key, whole, place.stage, parts).error <= bound
+    parts = combine_losses(parts, whole) if key.kind == "loss" and comparison.replicas > 1 else parts
+    found = comparison._activation(key, parts, whole, bound)
+    return found is not None and found.error <= bound
