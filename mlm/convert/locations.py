@@ -1,4 +1,4 @@
-"""How other libraries store our parameters: the names of tensors, their rows, and which part of a tensor.
+"""Mapping of parameters to the tensors of other libraries: names, order of rows, and slices.
 
 A `Location` converts a parameter in both directions. Each format (safetensors, DCP, files of ranks, GGUF)
 reads and writes the tensors themselves.

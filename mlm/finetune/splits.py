@@ -72,8 +72,7 @@ def read_split(
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
     `columns` are names of the file by ours; `skips` leaves out rows that cannot be read; `check` finds
-    problems of others. Raises UserError, with a line for each of the first problems and the number of the
-    others; CorruptFileError.
+    problems of others. Raises UserError, with the `problem_lines`; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, locations, earlier = list[TaskRow](), list[str](), Counter[str]()
@@ -98,12 +97,12 @@ def read_split(
         except RowError as error:
             (skipped if skips else problems).append((location, error))
     has_labels = any(row.label is not None for row in rows)
+    unread = [(location, error) for location, error in problems if error is not unlabelled]
     if rows and not has_labels:
-        problems = [(location, error) for location, error in problems if error is not unlabelled]
+        problems = [*unread]
         if split in (task.train, *task.validations):
-            fix = "set task.label, or give a file with labels"
-            missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
-            problems.insert(0, (source, missing))
+            missing = f"no row of split {split} has a label ('{task.label}'): set task.label, or add labels"
+            problems.insert(0, (source, RowError(missing)))
     task_split = TaskSplit(
         name=split,
         source=source,
@@ -113,14 +112,11 @@ def read_split(
         has_labels=has_labels,
         skipped=skipped,
     )
-    if lines := problem_lines([*problems, *check(task_split)]):
-        unread = [error for _, error in problems if error is not unlabelled]
-        if unread and not skips and not isinstance(unread[0], MissingColumnError):
-            lines[-1] += "; data.bad_rows=skip leaves such rows out"
-        raise ConfigError(lines)
+    unusable = check(task_split)
+    skippable = [] if skips else [*unread, *(unusable if kind.is_chat else ())]
+    raise_problems([*problems, *unusable], skippable)
     if not rows:
-        prefixes = " or ".join(task.subsets)
-        hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
+        hint = f" ({others} have an {task.id} that begins with none of task.subsets={[*task.subsets]})"
         raise UserError(f"{source}: split {split} holds no row{hint * bool(others)}: give another file")
     return task_split
 
@@ -144,6 +140,15 @@ def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskS
     part = split.select([n for n, rank in enumerate(ranks) if (rank <= last) == (split.name != task.train)])
     note = f"{path}: {len(part):,} of {len(split):,} conversations are {split.name}"
     return replace(part, digest=digest_rows(part.rows), note=note)
+
+
+def raise_problems(problems: RowProblems, skippable: RowProblems) -> None:
+    """Raise ConfigError if there are problems of rows; it says how the skippable ones are left out."""
+    lines = problem_lines(problems)
+    if skippable and not isinstance(skippable[0][1], MissingColumnError):
+        lines[-1] += "; data.bad_rows=skip leaves such rows out"
+    if lines:
+        raise ConfigError(lines)
 
 
 def problem_lines(problems: RowProblems) -> list[str]:
@@ -243,8 +248,8 @@ def tokenize(
         truncated += was_truncated
         excluded_samples += not examples_of_row
     # only conversations may be left out: rows of other types have a prediction each
-    if problems and not (skips and kind.is_chat):
-        raise ConfigError(problem_lines(problems))
+    if not (skips and kind.is_chat):
+        raise_problems(problems, problems if kind.is_chat else ())
     return TokenizedSplit(
         split=split,
         examples=examples,

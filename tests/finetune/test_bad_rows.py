@@ -139,8 +139,15 @@ def test_split_without_labels_is_not_a_bad_row_each(tmp_path: Path, name: str) -
         split_of(tmp_path, pairs(), rows, name=name)
     *others, last = str(caught.value).splitlines()
     assert f"{name}.jsonl:2: 'second' is empty" in last
+    assert last.endswith("; data.bad_rows=skip leaves such rows out")
     needed = [f"no row of split {name} has a label" in line for line in others]
     assert needed == [True] * (name != "test")
+
+
+def test_labels_that_all_rows_lack_are_no_bad_rows_to_skip(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, pairs(), [PAIR | {"label": -1}], name="train")
+    assert str(caught.value).endswith("set task.label, or add labels")
 
 
 @pytest.mark.parametrize("withheld", [-1, None])

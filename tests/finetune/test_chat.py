@@ -288,6 +288,17 @@ def test_problems_of_rendering_are_listed_with_those_of_reading(rejecting: Finet
     assert [line.split(": ")[0].rpartition(":")[2] for line in found] == ["4", "1", "3", "5"]
     assert "has no message of the assistant" in found[0]
     assert all("chat_template fails (no such talk)" in line for line in found[1:])
+    assert found[-1].endswith("; data.bad_rows=skip leaves such rows out")
+
+
+def test_rows_that_only_cannot_be_rendered_name_the_setting_that_skips_them(
+    rejecting: FinetuneConfig,
+) -> None:
+    rows = Path(str(rejecting.data.path), "train.jsonl")
+    rows.write_text("".join(line for line in rows.read_text().splitlines(True) if "assistant" in line))
+    found = training.preflight(rejecting)
+    assert ["no such talk" in line for line in found] == [True] * 3
+    assert found[-1].endswith("; data.bad_rows=skip leaves such rows out")
 
 
 def test_bad_rows_are_skipped_listed_and_recorded(

@@ -1,5 +1,7 @@
 """`mlm audit`: what it finds in small subjects and in code that is not ours, and what it cannot judge."""
 
+import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from mlm.cli.entry import main
 from mlm.cli.verify import check_audit
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from mlm.verify.audit import host
+from mlm.verify.audit import host, search
 from mlm.verify.audit.api import audit
 from mlm.verify.audit.diagnose import MASK, Finding
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
@@ -126,6 +128,28 @@ def test_audit_names_the_place_and_the_cause(
     finding = first_outcome(mistake, **layout).finding
     assert finding is not None
     assert (finding.place, finding.cause) == (place, cause)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def audited_without_time(_: ParallelContext, config: AuditConfig) -> tuple[list[Outcome] | UserError, str]:
+    screen = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MOST_STEPS", 0)
+        patch.setattr(sys, "stderr", screen)
+        patch.setenv("TERM", "xterm")
+        return audited(_, config), screen.getvalue()
+
+
+def test_search_that_its_limit_ends_at_once_says_so_and_a_terminal_shows_what_runs() -> None:
+    config = AuditConfig(build=f"{SUBJECTS}:paired_heads", steps=1, timeout_s=30.0, tp=2)
+    ((found, shown),) = run_on_ranks(audited_without_time, config)
+    assert found[0].sentence.endswith("; the search ended at its limit of time, after 0 tries")
+    assert "2 ranks: " in shown
+    assert "1 rank: " in shown
 
 
 def test_one_narrow_format_does_not_hide_an_error_elsewhere() -> None:

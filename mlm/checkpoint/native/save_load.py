@@ -243,13 +243,11 @@ def load_checkpoint(
     path = Path(path)
 
     def explain(error: Exception) -> UserError:
+        why = f"{path}: could not be loaded (rank {ranks.rank}): {type(error).__name__}: {error}"
         if isinstance(error, OSError):
             where = error.filename or path
-            return CheckpointError(
-                f"{where}: cannot be read (rank {ranks.rank}): {error.strerror}. {RESTORE}"
-            )
-        problem = f"could not be loaded (rank {ranks.rank}): {type(error).__name__}: {error}"
-        return CheckpointError(f"{path}: {problem}")
+            why = f"{where}: cannot be read (rank {ranks.rank}): {error.strerror}. {RESTORE}"
+        return CheckpointError(why)
 
     manifest = ranks.together(lambda: read_manifest(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:

@@ -30,10 +30,6 @@ _BOTH_NORMS = {
     **_OUTPUT_NORMS,
 }
 _SCALAR = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256)}
-_OLMO_OPTIONS: dict[str, bool | str] = {
-    **{"input_norms": False, "output_norms": True},
-    **{"qk_norm": True, "qk_norm_whole": True},
-}
 _GEMMA: dict[str, bool | str] = {"zero_centered_norms": True}
 _LAYER_NORM = {"layer_norm": True, "norm_bias": True}
 _NO_BIAS: dict[str, tuple[hf.JSON, ...]] = {"attention_bias": (False,)}
@@ -93,7 +89,7 @@ _QWEN2 = Variant(
 _OLMO2 = Variant(
     classes="Olmo2",
     marks=("output_norms", "qk_norm_whole"),
-    options=_OLMO_OPTIONS,
+    options={"input_norms": False, "output_norms": True, "qk_norm": True, "qk_norm_whole": True},
     defaults=Defaults(4096, 11008, 32, 32, None, 2048, 50304, eps=1e-5),
     fixed=_NO_BIAS,
     norms=_OUTPUT_NORMS,
@@ -122,9 +118,7 @@ _GEMMA2 = Variant(
 )
 VARIANTS = {
     "llama": Variant(
-        classes="Llama",
-        defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000),
-        fields=_BIASES,
+        classes="Llama", defaults=Defaults(4096, 11008, 32, 32, None, 2048, 32000), fields=_BIASES
     ),
     "arcee": Variant(
         classes="Arcee",

@@ -118,7 +118,7 @@ def _torn(torn: Sequence[Location]) -> Finding:
 
 
 def _regrouped(place: Location, axis: str) -> str:
-    """Which ranks hold copies, where these are as many as they should be and others; empty otherwise."""
+    """Return the groups of ranks with equal parts beside the right ones; empty if their sizes differ."""
     number = SPLIT_AXES.index(axis)
     right, held = list[list[int]](), list[list[int]]()
     parts: dict[int, Tensor] = {}

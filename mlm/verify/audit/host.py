@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,11 +24,13 @@ from tempfile import TemporaryFile
 import torch
 import torch._dynamo  # operators import it where they run first: once here, not on each rank that is forked
 import torch.distributed as dist
+from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
 
 from mlm.parallel.watch import is_transport_error
-from mlm.util.errors import UserError, escape_controls, format_settings
+from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
+from mlm.util.terminal import Screen, one_line
 from mlm.verify.audit.calls import explain_samples, match_calls
 from mlm.verify.audit.compare import Comparison, Layout, Location, Ranks, assemble, spreads_of
 from mlm.verify.audit.diagnose import MASK, Finding, diagnose
@@ -182,7 +184,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
             (record,) = run(ones, weights_of=source, task=task).wait().values()
             comparison.operation = next(iter(record.causes), None)
             found = diagnose(comparison)
-            if found is not None and record.given_up:
+            if found is not None and record.given_up is not None:
                 limit = f"the search ended at its limit of time, after {record.given_up} tries"
                 found = replace(found, sentence=f"{found.sentence}; {limit}")
     return Outcome(
@@ -245,24 +247,22 @@ class World:
         A line on a terminal says what rank 0 does.
         """
         left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
-        screen = sys.stderr if sys.stderr.isatty() else None
-        while left and time.monotonic() < end:
-            reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
-            if time.time() - reported > STUCK * self.config.timeout_s:
-                break
-            for rank, pid in list(left.items()):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    del left[rank]
-                if ended and (status or not self._read(rank)[1]):
-                    failed[rank] = os.waitstatus_to_exitcode(status)
-                    end = min(end, time.monotonic() + GRACE_S)
-            if screen is not None:
-                screen.write(f"\r\033[K{self.size} ranks: {escape_controls(self._read(0)[0])[:60]}")
-                screen.flush()
-            time.sleep(0.02)
-        if screen is not None:
-            screen.write("\r\033[K")
+        screen, ranks = Screen(stderr=True), "1 rank" if self.size == 1 else f"{self.size} ranks"
+        with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as shown:
+            while left and time.monotonic() < end:
+                reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
+                if time.time() - reported > STUCK * self.config.timeout_s:
+                    break
+                for rank, pid in list(left.items()):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        del left[rank]
+                    if ended and (status or not self._content(rank)):
+                        failed[rank] = os.waitstatus_to_exitcode(status)
+                        end = min(end, time.monotonic() + GRACE_S)
+                if shown is not None:
+                    shown.update(Text(f"{ranks}: {one_line(self._note(0))}"))
+                time.sleep(0.02)
         for pid in left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -274,25 +274,27 @@ class World:
     def records(self) -> Ranks:
         """Records of the ranks by their coordinates."""
         every = product(*map(range, self.layout.values()))
-        return {at: Record.of_bytes(self._read(rank)[1]) for rank, at in enumerate(every)}
+        return {at: Record.of_bytes(self._content(rank)) for rank, at in enumerate(every)}
 
-    def _read(self, rank: int) -> tuple[str, bytes]:
-        """A rank's newest note of its progress, and the content that it left at its end."""
+    def _note(self, rank: int) -> str:
+        """A rank's newest note of its progress."""
+        return os.pread(self.files[rank].fileno(), NOTE, 0).decode(errors="replace").rstrip(" \0")
+
+    def _content(self, rank: int) -> bytes:
+        """The record or error that a rank left at its end."""
         file = self.files[rank].fileno()
-        content = os.pread(file, os.fstat(file).st_size, 0)
-        return content[:NOTE].decode(errors="replace").rstrip(" \0"), content[NOTE:]
+        return os.pread(file, os.fstat(file).st_size, NOTE)
 
     def _failure(self, failed: Mapping[int, int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
         own = [rank for rank, code in failed.items() if code != LOST_PEER]
         if not own:
-            waits = [f"rank {rank}: {self._read(rank)[0]}" for rank in range(self.size)]
-            waits += [self._read(rank)[1].decode(errors="replace") for rank in list(failed)[:1]]
+            waits = [f"rank {rank}: {self._note(rank)}" for rank in range(self.size)]
+            waits += [self._content(rank).decode(errors="replace") for rank in list(failed)[:1]]
             limit = f"timeout_s={self.config.timeout_s:g}"
             return f"deadlock, or {limit} is too low: no progress in that time ({'; '.join(waits)})"
         rank = min(own, key=lambda rank: failed[rank] != UserError.exit_code)
-        state, content = self._read(rank)
-        text = content.decode(errors="replace")
+        state, text = self._note(rank), self._content(rank).decode(errors="replace")
         if not text:
             return f"rank {rank} of {self.size} died in {state}"
         if failed[rank] == UserError.exit_code:

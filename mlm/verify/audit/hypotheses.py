@@ -18,7 +18,7 @@ from mlm.verify.audit.record import AXES, SQUARE, Cause, Key, Record
 
 LEAST_FITTED = 8
 """Elements for each factor that is fitted, at least: fewer would fit by chance."""
-SPOKEN = 4
+MOST_FACTORS = 4
 """Factors in a report."""
 MOST_SHIFTED = 4
 """Elements by which shards are tried to be shifted."""
@@ -153,11 +153,12 @@ def explain_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause |
         for (_, name), x in scales.items():
             names.setdefault(f"{float(x[0]):.6g}", []).append(name)
         spoken = [f"{factor} ({own[0]})" for factor, own in names.items()]
-        more = f" and {len(spoken) - SPOKEN} other factors" if len(spoken) > SPOKEN else ""
+        listed = ", ".join(spoken[:MOST_FACTORS])
+        more = f" and {len(spoken) - MOST_FACTORS} other factors" if spoken[MOST_FACTORS:] else ""
         why = (
-            f"weights move a factor as far, by parameter: {', '.join(spoken[:SPOKEN])}{more}; look at rates "
+            f"weights move a factor as far, by parameter: {listed}{more}; look at rates of the optimizer's "
+            "groups, and at depths or counts of layers that are a stage's"
         )
-        why += "of the optimizer's groups, and at depths or counts of layers that are a stage's"
         return Cause("update scaled", why)
     if shift := _shift(moves):
         neighbour = f"the one {abs(shift)} {'after' if shift > 0 else 'before'} it in a flat tensor"
@@ -198,7 +199,7 @@ def _moves(comparison: Comparison, places: Sequence[Location]) -> list[Move]:
 
 
 def _shift(moves: Sequence[Move]) -> int:
-    """How far, in flat weights, the elements are away whose update these receive; 0 where that is none.
+    """Return the offset of the elements whose updates these receive, in flat weights; 0 for none.
 
     Decay is of an element itself: u(i) = v(i + shift) + d w(i + shift) - d w(i), where v are right updates.
     What is right is left out, and elements at either end, whose neighbours are another weight's.

@@ -149,8 +149,8 @@ class Record:
     """Of each dropout: its module, digests of its input and of its mask."""
     causes: list[Cause] = field(default_factory=list)
     """Those found in operations of a step."""
-    given_up: int = 0
-    """Tries after which the limit of time ended the search for a cause; 0 where it did not."""
+    given_up: int | None = None
+    """Tries after which the limit of time ended the search for a cause; None where it did not."""
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
