@@ -83,8 +83,9 @@ class MetricsFile(Sink):
             # they tell of the steps that the rewind takes back
             rewind(self.path, step, keep=("run", "incident", "rewound"))
             rewound = self._open()  # another file: the old one is still open
-        except OSError as error:
-            self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
+        except (OSError, UserError) as error:  # a UserError: the file has grown beyond MAX_BYTES
+            reason = f"{self.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            self.warn(f"{reason}; it keeps steps that are trained again")
             return
         self.file.close()
         self.file = rewound
@@ -132,11 +133,12 @@ def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
         return
     old = read_bounded(path, MAX_BYTES, MOVE)
     is_new = start_step == 0 and not keep
-    kept = b""
+    lines = list[bytes]()  # joined once: a million steps have 300 MB
     for line in old.split(b"\n") if not is_new else ():
         record = parse(line)
         if step_of(record) >= 0 and (step_of(record) <= start_step or record["kind"] in keep):
-            kept += line + b"\n"
+            lines.append(line + b"\n")
+    kept = b"".join(lines)
     if kept != old:
         write_atomic(path, kept)
 

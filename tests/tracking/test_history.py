@@ -1,11 +1,12 @@
 """metrics.jsonl stays one readable history through kills, resumes and full disks."""
 
 import errno
+import time
 from pathlib import Path
 
 import pytest
 
-from mlm.tracking.history import FILE_NAME, MetricsFile, read_records
+from mlm.tracking.history import FILE_NAME, MetricsFile, read_records, rewind
 from tests.tracking.reporting import read_metrics, step_metrics
 
 
@@ -68,6 +69,35 @@ def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, 
     found = [(r["kind"], r.get("step", 0)) for r in read_metrics(tmp_path)]
     steps = [("step", done) for done in range(1, step + 1)]
     assert found == [("run", 0), *steps, ("incident", 3), ("step", step + 1)]
+
+
+def test_a_file_beyond_its_limit_does_not_end_a_run_that_returns_to_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone has the file: its error would leave the other ranks waiting."""
+    warnings: list[str] = []
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history.start({"start_step": 0})
+    for done in (1, 2):
+        history.step(step_metrics(done))
+    monkeypatch.setattr("mlm.tracking.history.MAX_BYTES", 10)
+    history.rewound(1)
+    history.step(step_metrics(2))
+    history.close()
+    (warning,) = warnings
+    assert "10 is the limit" in warning
+    assert warning.endswith("; it keeps steps that are trained again")
+    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 2]
+
+
+def test_a_long_file_is_rewound_in_time_proportional_to_it(tmp_path: Path) -> None:
+    """20,000 steps take 0.1 s; adding a line to the bytes before it copies them, and took 4 s."""
+    lines = [b'{"kind": "step", "step": %d, "rest": "%s"}\n' % (step, b"x" * 250) for step in range(20_000)]
+    (tmp_path / FILE_NAME).write_bytes(b"".join(lines))
+    begin = time.process_time()
+    rewind(tmp_path / FILE_NAME, 19_990)
+    assert time.process_time() - begin < 1.5
+    assert (tmp_path / FILE_NAME).read_bytes() == b"".join(lines[:19_991])
 
 
 def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_path: Path) -> None:
