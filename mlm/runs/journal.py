@@ -65,8 +65,9 @@ class Journal:
         `progress` receives bytes of complete files.
         """
         name = path.relative_to(self.folder).as_posix()
-        entry = self.files.pop(name, None)
+        entry = self.files.get(name)  # it stays complete while its digest is compared
         if entry is None or not path.is_file() or digest_file(path, progress) != entry["digest"]:
+            self.files.pop(name, None)
             path.unlink(missing_ok=True)
             value = write()
             entry = {"digest": digest_file(path), "value": value}
