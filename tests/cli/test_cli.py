@@ -259,6 +259,10 @@ class TestRuns:
         config = cli.launched.config
         assert (config.parallel.tp, config.compile, config.name) == (4, True, "a")
 
+    def test_a_switch_with_a_further_value_takes_it_as_the_next_word(self, cli: Cli) -> None:
+        assert cli(f"{SOUND} --cuda-graphs stack --compile") == 0
+        assert (cli.launched.config.cuda_graphs, cli.launched.config.compile) == ("stack", True)
+
     def test_dashes_in_a_long_key_are_underscores(self, cli: Cli, tmp_path: Path) -> None:
         cli(f"generate --ckpt {tmp_path} --prompt x --max-new-tokens 5")
         assert cli.launched.config.max_new_tokens == 5

@@ -16,7 +16,7 @@ from mlm.cli.compose.groups import CUSTOM_TASK, takes_task, task_names
 from mlm.config.fields import MOST, expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
-from mlm.config.tree import alternatives, leaves
+from mlm.config.tree import alternatives, choices, leaves
 from mlm.util.errors import Problem, UserError
 from mlm.util.ownership import RUN_SETTINGS
 
@@ -179,7 +179,10 @@ def _key_value(command: Command, key: str, rest: list[str]) -> str:
             words.append(rest.pop(0))
         return " ".join(words) or "true"
     is_switch = leaf is not None and bool in alternatives(leaf.type)
-    is_switch_value = rest and re.fullmatch(r"(?i)true|false|yes|no|on|off|0|1", rest[0])
+    further = choices(leaf.type) if leaf is not None else []  # cuda_graphs=stack
+    is_switch_value = rest and (
+        rest[0] in further or re.fullmatch(r"(?i)true|false|yes|no|on|off|0|1", rest[0])
+    )
     if rest and not is_flag(rest[0]) and (not is_switch or is_switch_value):
         return rest.pop(0)
     if leaf is not None and not is_switch:
