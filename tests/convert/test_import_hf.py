@@ -214,6 +214,15 @@ class TestRefusals:
         (problem,) = preflight_import_hf(config)
         assert "pip install 'mlm[hf]', or set verify=false" in problem
 
+    def test_adapters_of_which_no_outputs_are_compared_need_no_transformers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        (tmp_path / "peft").mkdir()
+        (tmp_path / "peft/adapter_config.json").write_text("{}")
+        config = ImportHFConfig(source=str(tmp_path / "peft"), out=str(tmp_path / "run"))
+        assert preflight_import_hf(config) == []
+
 
 class TestHub:
     """A source that is no folder but an id."""

@@ -29,7 +29,8 @@ def run(config: ConvertConfig) -> None:
 
 def preflight_import_hf(config: ImportHFConfig) -> list[str]:
     problems = import_problems(config.source, config.out, config.revision, config.base)
-    return [*problems, *extra_problems(config.verify)]
+    is_compared = config.verify and not is_adapter(config.source)
+    return [*problems, *extra_problems(is_compared)]
 
 
 def run_import_hf(config: ImportHFConfig) -> None:
