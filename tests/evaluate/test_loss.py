@@ -99,3 +99,13 @@ def test_a_validation_set_of_the_run_that_is_not_there_is_elsewhere(
     trained: PretrainConfig = load_config("pretrain", ["out=runs/a", "data.path=corpus"])
     with pytest.raises(UserError, match=r"data.path=corpus is not below .*elsewhere; start in the folder"):
         loss.corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained)
+
+
+def test_a_corpus_in_a_store_without_a_validation_part_is_not_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder that the command could start in would have it."""
+    monkeypatch.setattr(loss, "validation_prefixes", lambda data: {})
+    trained: PretrainConfig = load_config("pretrain", ["data.path=s3://bucket/corpus", "data.cache=cache"])
+    with pytest.raises(UserError, match=r"the run had no validation set: give path="):
+        loss.corpus_prefix(load_config("eval_loss", [f"ckpt={tmp_path}"]), trained)

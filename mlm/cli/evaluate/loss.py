@@ -19,6 +19,7 @@ from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import validation_prefixes
 from mlm.runs.tokenizer import other_tokenizer, receipt_tokenizer
 from mlm.util.errors import UserError
+from mlm.util.object_store import is_stored
 from mlm.util.results import folder_problem, result_problems, target_name, write_result
 
 
@@ -62,7 +63,7 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
     prefixes = validation_prefixes(trained.data)
     if not prefixes:
         give, path = "give path=… (prefix of a .bin/.idx)", trained.data.path
-        if path is not None and not Path(path).exists() and missing_pair(path):
+        if path and not (is_stored(path) or Path(path).exists()) and missing_pair(path):
             raise UserError(
                 f"path=null: the run's data.path={path} is not below {Path.cwd()}; start in the folder that "
                 f"the run was started in, or {give}"
