@@ -86,16 +86,25 @@ def match(plan: BuildPlan, task: int) -> None:
     files = []
     for residue in range(part, parts * passes, parts):
         # equal keys have equal residues, so a pass over some of the keys finds all of their links
-        documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
-        for shard, first in enumerate(texts.firsts[:-1]):
-            of_shard = texts.keys_of(shard)[band]
-            chosen = np.flatnonzero(of_shard % np.uint64(parts * passes) == residue)
-            documents.append(chosen + first)
-            keys.append(of_shard[chosen])
-        links = np.concatenate(documents)[links_of_band(np.concatenate(keys))]
+        documents, keys = keys_with(texts, band, residue, parts * passes)
+        links = documents[links_of_band(keys)]
         links = links[np.argsort(links[:, 1], kind="stable")]
         files.append(save(stage.folder / f"{task:05d}-{residue:05d}.npy", links))
     stage.finish(task, {}, files)
+
+
+def keys_with(texts: CleanTexts, band: int, residue: int, modulus: int) -> tuple[Ids, NDArray[np.uint64]]:
+    """Return the documents, in order, whose keys of a band have a residue, and these keys: [k] each.
+
+    The arrays of the shards end with this function: links of the keys are found beside one copy of them.
+    """
+    documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+    for shard, first in enumerate(texts.firsts[:-1]):
+        of_shard = texts.keys_of(shard)[band]
+        chosen = np.flatnonzero(of_shard % np.uint64(modulus) == residue)
+        documents.append(chosen + first)
+        keys.append(of_shard[chosen])
+    return np.concatenate(documents), np.concatenate(keys)
 
 
 def verify(plan: BuildPlan, task: int) -> None:
