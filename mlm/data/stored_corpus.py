@@ -6,14 +6,13 @@ ranks of a host and for a run that resumes. A block that is not whole is read ag
 """
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -61,9 +60,19 @@ def copy_locally(url: str, cache: str, limit: int) -> Path:
             if name.endswith(".bin"):
                 write_atomic(stored_pointer(path), dump_json(asdict(stored) | {"limit": limit}))
             elif not path.is_file() or path.stat().st_size != stored.bytes:
-                with explain_store_errors(stored.url), open_object(stored.url, stored.etag) as content:
-                    write_atomic(path, partial(shutil.copyfileobj, content))
+                write_atomic(path, partial(_download, stored))
     return copy / part
+
+
+def _download(stored: StoredObject, f: BinaryIO) -> None:
+    """Write the content of an object to a file. Raises UserError of the store, OSError of the file."""
+
+    def blocks() -> Iterator[bytes]:
+        with explain_store_errors(stored.url), open_object(stored.url, stored.etag) as content:
+            while block := content.read(BLOCK):
+                yield block
+
+    f.writelines(blocks())
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Corpora in a store: the tokens, samples and digests of the same files on a disk."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from mlm.data.sampler import Loader
 from mlm.data.stored_corpus import copy_locally
 from mlm.util import files
 from mlm.util.errors import UserError
-from mlm.util.files import sampled_digest
+from mlm.util.files import sampled_digest, write_atomic
 from mlm.util.object_store import CONCURRENT
 from tests.data.corpora import write_corpus
 from tests.slow import thinned
@@ -196,6 +198,19 @@ def test_a_cache_that_cannot_be_written_is_one_line(store: Store, tmp_path: Path
     stored.stored.folder.rmdir()
     with pytest.raises(UserError, match=r"data\.cache: \S+blocks\S+: No such file or directory"):
         _ = stored.tokens[:]
+
+
+def test_a_full_disk_is_not_an_error_of_the_store(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_on_full_disk(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+        if path.suffix == ".idx":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_atomic(path, content)
+
+    monkeypatch.setattr(stored_corpus, "write_atomic", write_on_full_disk)
+    with pytest.raises(UserError, match=r"data\.cache: \S+train\.idx: No space left on device; name"):
+        opened(tmp_path)
 
 
 def test_a_store_needs_a_local_folder() -> None:
