@@ -148,6 +148,10 @@ class IndexedDataset:
     def bin_bytes(self) -> int:
         return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
 
+    def tokens_digest(self) -> str:
+        """Digest of the whole .bin. Raises OSError, UserError."""
+        return digest_file(self.bin_path) if self.stored is None else self.stored.digest()
+
     def sampled_digest(self) -> str:
         """Digest of the tokens in bounded time (`files.sampled_digest`). Raises OSError, UserError."""
         return sampled_digest(self.bin_path) if self.stored is None else self.stored.sampled_digest()

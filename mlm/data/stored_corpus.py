@@ -16,11 +16,19 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from mlm.data.config import SPLITS
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import digest_bytes, digest_samples, dump_json, parse_json, read_bounded, write_atomic
+from mlm.util.files import (
+    digest_bytes,
+    digest_name,
+    digest_samples,
+    dump_json,
+    parse_json,
+    read_bounded,
+    write_atomic,
+)
 from mlm.util.object_store import (
     StoredObject,
     explain_store_errors,
@@ -144,6 +152,13 @@ class StoredTokens:
         runs = [np.arange(a, b + 1) for a, b in zip(first.flat, last.flat, strict=True)]
         blocks = np.unique(np.concatenate(runs))
         self._fetch([block for block in blocks if not self._path(block).exists()])
+
+    def digest(self) -> str:
+        """Return what `files.digest_file` returns of the same tokens in a file. Reads all of them."""
+        h, step = xxh3_128(), 16 * self.width
+        for begin in range(0, len(self), step):
+            h.update(self[begin : begin + step].tobytes())
+        return digest_name(h)
 
     def sampled_digest(self) -> str:
         """Return what `files.sampled_digest` returns of the same tokens in a file."""

@@ -76,7 +76,7 @@ def corpus_loss(
         **({"samples": counts[1]} if objective.num_losses > 1 else {}),
         "seq_length": seq_length,
         "corpus": str(prefix),
-        "corpus_digest": digest_file(indexed.bin_path),
+        "corpus_digest": indexed.tokens_digest(),
         "corpus_index_digest": indexed.digest,
         "corpus_receipt_digest": digest_file(receipt) if receipt.is_file() else None,
         "trained_on": corpora,

@@ -1,14 +1,21 @@
 """`mlm pretrain` on a corpus in a store: the losses of the same corpus on a disk, and its errors."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mlm.cli import main
+from mlm.cli.compose.composition import load_config
+from mlm.cli.evaluate import loss
 from mlm.data import receipt, stored_corpus
 from mlm.data.stored_corpus import copy_locally
+from mlm.runs.config import PretrainConfig
 from mlm.util import files
+from mlm.util.errors import UserError
+from mlm.util.files import digest_file
 from tests.cli.pretrain.test_blended_command import TINY
 from tests.slow import slow_but, thinned
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
@@ -80,6 +87,32 @@ def test_a_blend_and_prefixes_in_a_store_are_those_on_a_disk(
         assert main(["pretrain", *TINY, *typed, *out, "train.steps=3"]) == 0
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     assert len(losses(tmp_path / "stored")) == 4
+
+
+def test_eval_loss_scores_the_validation_set_in_the_store(
+    store: Store, corpora: Path, tmp_path: Path
+) -> None:
+    out, score = tmp_path / "out", tmp_path / "score.json"
+    words = [f"data.path={URL}", f"data.cache={tmp_path / 'cache'}", f"out={out}", "train.steps=3"]
+    assert main(["pretrain", *TINY, *words]) == 0
+    assert main(["eval", "loss", f"ckpt={out}", f"out={score}"]) == 0
+    result = json.loads(score.read_text())
+    assert result["loss"] == pytest.approx(losses(out)[-1], rel=1e-6)
+    assert result["corpus_digest"] == digest_file(corpora / "wiki/validation.bin")
+
+
+def test_eval_loss_does_not_look_for_a_store_below_the_working_directory(
+    store: Store, corpora: Path, tmp_path: Path
+) -> None:
+    """A run on a corpus in a store that has no validation part."""
+    for end in ("bin", "idx"):
+        shutil.copy(corpora / f"wiki/train.{end}", tmp_path)
+    url = store.upload(tmp_path, f"{BUCKET}/train_only")
+    words = ["out=runs/a", f"data.path={url}", f"data.cache={tmp_path / 'cache'}"]
+    trained: PretrainConfig = load_config("pretrain", words)
+    (step := tmp_path / "run/step-00000001").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^path=null and the run had no validation set: give path="):
+        loss.corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained)
 
 
 @pytest.mark.parametrize(
