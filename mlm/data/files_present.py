@@ -16,6 +16,9 @@ WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 def corpus(data: DataConfig) -> Problem | None:
     """The training corpus: data.train, or train below data.path. blend_checks.py looks at data.blend."""
+    # its tokenizer is read beside data.train and for synthetic data too
+    if is_stored(data.path) and (problem := cache_problem(data, "data.path")):
+        return problem
     if data.kind != "indexed" or data.blend:
         return None
     if data.train is not None:
@@ -26,7 +29,7 @@ def corpus(data: DataConfig) -> Problem | None:
             f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic",
         )
     if is_stored(data.path):
-        return cache_problem(data, "data.path")
+        return None
     if not Path(data.path).is_dir():
         missing = indexed("data.path", data.path)
         if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):

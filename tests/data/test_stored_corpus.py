@@ -213,9 +213,14 @@ def test_a_full_disk_is_not_an_error_of_the_store(
         opened(tmp_path)
 
 
-def test_a_store_needs_a_local_folder() -> None:
-    data = DataConfig(path=f"{BUCKET}/corpora/plays")
-    problem = corpus(data)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"train": "corpora/plays/train"}, {"kind": "synthetic"}],
+    ids=["path", "train", "synthetic"],
+)
+def test_a_store_needs_a_local_folder(changes: dict[str, str]) -> None:
+    """Beside data.train, and of synthetic data, the tokenizer of data.path is read."""
+    problem = corpus(DataConfig(path=f"{BUCKET}/corpora/plays", **changes))  # type: ignore[arg-type]
     assert problem is not None
     assert problem.keys == ("data.cache", "data.path")
     assert problem.fix == "give one on a local disk: data.cache=FOLDER"
