@@ -201,7 +201,8 @@ class StoredTokens:
                 partial = self.folder / f".{block}.{os.getpid()}.{get_ident()}"
                 with open(partial, "wb") as f:
                     f.write(content + xxh3_128_digest(content))
-                os.replace(partial, self._path(block))
+                with suppress(FileNotFoundError):  # deleted by another rank that makes room: it is not kept
+                    os.replace(partial, self._path(block))
         self._added += len(blocks) * BLOCK
         if self._added * SLACK <= self.limit:
             return contents

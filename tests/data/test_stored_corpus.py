@@ -130,6 +130,21 @@ def test_what_is_kept_stays_below_the_limit(store: Store, local: IndexedDataset,
     assert 10 * BLOCK < most <= limit
 
 
+def test_a_block_that_another_rank_deletes_while_it_is_kept_is_read(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a small limit a rank makes room among files that others are writing."""
+    stored = opened(tmp_path)
+
+    def replace_after_deletion(source: Path, target: Path) -> None:
+        source.unlink()
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", replace_after_deletion)
+    np.testing.assert_array_equal(stored.tokens[:100], local.tokens[:100])
+
+
 @pytest.mark.slow
 def test_another_state_of_the_corpus_has_a_copy_of_its_own(
     store: Store, local: IndexedDataset, tmp_path: Path
