@@ -296,6 +296,7 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        weight = weight.to(dy.dtype)  # once for all parts
         if ctx.gather_over is None:
             dx = _input_gradient(dy, weight, ctx.fp8, _operand(ctx.operands, 0))
         else:  # the gathered gradient is kept: the weight's gradient is a product with all of it

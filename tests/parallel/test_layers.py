@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlm.parallel.collectives import Pending, all_reduce, copy_to_tp
-from mlm.parallel.compute_state import DeferredWeightGrads
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mlm.parallel.linear import linear
+from mlm.parallel.linear import linear, row_parallel_linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
@@ -79,6 +80,31 @@ def run_layer(layer: Linear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
         job()
         assert layer.compute.deferred.take() == []
     return y
+
+
+class Casts(TorchDispatchMode):
+    """Shapes of the tensors that are cast to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_master_weight_is_cast_once_for_all_parts_of_a_backward_pass() -> None:
+    x = torch.randn(8, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(6, 4))
+    y = row_parallel_linear(
+        x, weight, Axis("tp"), sequence_parallel=True, compute=ComputeState(overlap_chunks=4)
+    )
+    casts = Casts()
+    with casts, torch.autograd.set_multithreading_enabled(False):
+        y.backward(torch.randn_like(y))
+    assert casts.shapes.count((6, 4)) == 2  # the weight, and its gradient
 
 
 def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor, Tensor]:
