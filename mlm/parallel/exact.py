@@ -237,9 +237,13 @@ class Products(torch.autograd.Function):
             parts = [region.weight_gradient(*part) for part in zip(dys, inputs, slices, strict=True)]
             return parts[0] if n == 1 else torch.cat(parts, -1 if by_row else -2)
 
+        @torch.no_grad()
+        def run() -> None:
+            torch.autograd.backward(leaf, gradient())
+
         deferred, dw = region.compute.deferred, None
         if ctx.needs_input_grad[0] and deferred is not None and deferred.open:
-            deferred.jobs.append(lambda: torch.autograd.backward(leaf, gradient()))
+            deferred.jobs.append(run)
         elif ctx.needs_input_grad[0]:
             dw = gradient()
         return dw, db, None, None, *dxs

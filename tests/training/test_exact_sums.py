@@ -12,6 +12,7 @@ from torch import Tensor
 from mlm.models import exact as exact_models
 from mlm.models.llama.gated import gate
 from mlm.parallel import exact
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
 from mlm.parallel.context import context_attention, held_parts, local_positions
 from mlm.parallel.exact_gradients import leaf_order
 from mlm.parallel.expert.experts import Experts
@@ -78,6 +79,26 @@ def check_products(ctx: ParallelContext, dtype: torch.dtype, cp_parts: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_have_the_same_bits_at_tp_2(dtype: torch.dtype, cp_parts: int) -> None:
     run_on_ranks(check_products, dtype, cp_parts, tp=2)
+
+
+def test_deferred_weight_gradients_record_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    deferred, needs_grad, compute = DeferredWeightGrads(open=True), list[bool](), exact.Region.weight_gradient
+
+    def noted(*args: Any) -> Tensor:
+        dw = compute(*args)
+        needs_grad.append(dw.requires_grad)
+        return dw
+
+    monkeypatch.setattr(exact.Region, "weight_gradient", noted)
+    weight = torch.randn(8, 4, requires_grad=True)
+    x = torch.randn(4, 2, 4, requires_grad=True)
+    region = exact.Region(Axis("tp"), False, compute=ComputeState(deferred=deferred))
+    (y,) = exact.Products.apply(weight, None, region, False, x)
+    y.sum().backward()
+    (job,) = deferred.take()
+    job()
+    assert needs_grad == [False]
+    torch.testing.assert_close(weight.grad, x.detach().sum((0, 1)).expand(8, 4))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
