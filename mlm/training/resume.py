@@ -194,21 +194,29 @@ def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
 
     None without one of a step below `before`. Collective. Raises as `resume`.
     """
-    ranks = Ranks.of(trainer.ctx)
-    paths = rewind_candidates(trainer.config, before) if ranks.is_main else []
-    return load_first_whole(trainer, ranks.broadcast(list(map(str, paths))))
+    return load_first_whole(trainer, rewind_candidates(trainer, before))
 
 
-def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
-    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
-    paths = [
-        path
-        for path in candidates(checkpoints_folder(config))
-        if before is None or int(step_directory_name(path).removeprefix("step-")) < before
-    ]
-    return [
-        path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None
-    ] or paths
+def rewind_candidates(trainer: Trainer, before: int | None) -> list[str]:
+    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any.
+
+    Collective: one rank looks. Raises CheckpointError on all ranks where it cannot.
+    """
+    config, ranks = trainer.config, Ranks.of(trainer.ctx)
+
+    def look() -> list[str]:
+        if not ranks.is_main:
+            return []
+        paths = [
+            path
+            for path in candidates(checkpoints_folder(config))
+            if before is None or int(step_directory_name(path).removeprefix("step-")) < before
+        ]
+        good = [path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None]
+        return list(map(str, good or paths))
+
+    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
+    return ranks.broadcast(paths)
 
 
 def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:

@@ -8,19 +8,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, step_name
-from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, save_checkpoint
 from mlm.checkpoint.parameters import model_shards
 from mlm.cli.pretrain.run import start_from_source
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import CheckpointConfig, PretrainConfig
 from mlm.training.preflight import run_start_problems
-from mlm.training.resume import claim, resume, resume_candidates
+from mlm.training.resume import claim, resume, resume_candidates, rewind
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
@@ -315,3 +317,16 @@ def test_a_save_prunes_its_own_past_alone(root: Path) -> None:
         *(f"aside-{step_name(step)}" for step in (4, 6)),
         step_name(7),
     ]
+
+
+def look_where_rank_0_cannot(ctx: ParallelContext) -> str:
+    trainer = SimpleNamespace(config=SimpleNamespace(out="run"), ctx=ctx)
+    error = CheckpointError("run/checkpoints: cannot be read")
+    with patch("mlm.training.resume.candidates", side_effect=error), pytest.raises(CheckpointError) as raised:
+        rewind(trainer)  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+def test_a_folder_that_one_rank_cannot_read_ends_a_rewind_on_all() -> None:
+    for line in run_on_ranks(look_where_rank_0_cannot, dp=2):
+        assert "run/checkpoints: cannot be read" in line

@@ -259,15 +259,14 @@ class Incidents(Observer):
         return action not in ("log", "computed again")
 
     def action(self) -> str:
-        """Return what is done: as asked, or as far as it can be."""
+        """Return what is done: as asked, or as far as it can be. Collective."""
         asked = self.settings.action
         if asked != "rewind":
             return asked
         trainer, before = self.trainer, self.state.rewind_below(self.trainer.step + 1)
         if self.differences:
             return "stop"
-        is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
-        if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
+        if not rewind_candidates(trainer, before):
             return "skip" if before is None else "stop"
         return "rewind" if self.state.rewinds < self.settings.rewinds else "stop"
 
