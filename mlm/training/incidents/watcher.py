@@ -249,6 +249,7 @@ class Incidents(Observer):
                 often = f"training has returned incident.rewinds={most} times"
                 is_used_up = self.state.rewinds >= most
                 text += f": {often if is_used_up else 'no earlier checkpoint is left to return to'}"
+                text += "; resume with a lower optimizer.lr or incident.action=skip"
             raise IncidentError(text + (OTHER_HOST if self.differences else ""))
         if action == "skip":
             self.state.steps.append(step)

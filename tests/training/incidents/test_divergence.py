@@ -206,7 +206,7 @@ def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, cap
 def test_a_run_that_has_used_up_its_rewinds_says_so(run: Path, capsys: Output) -> None:
     assert pretrain(run, *RUINED, "incident.action=rewind", "incident.rewinds=0") == 1
     said = capsys.readouterr().err
-    assert "asks: training has returned incident.rewinds=0 times" in said
+    assert "asks: training has returned incident.rewinds=0 times; resume with a lower optimizer.lr" in said
 
 
 MILD = ["incident.window=512", "checkpoint.asynchronous=false"]
