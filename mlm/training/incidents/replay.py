@@ -11,7 +11,7 @@ import torch
 from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
 from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import from_dict
-from mlm.data.sampler import MicroBatch
+from mlm.data.sampler import MicroBatch, first_of_step
 from mlm.launch.process import run_rank
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import TRAIN_RULES, Launch
@@ -124,9 +124,14 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     print(f"step {step} of {config.out}, replayed from {start or 'initial weights'}")
 
     # Train up to the step, without the samples and updates that the run left out.
-    trainer.excluded_samples, size = state.ranges, config.train.global_batch_size
-    excluded = sum(count + size for _, count in state.ranges)
-    needed = trainer.consumed_samples + (step - trainer.step) * size + excluded
+    trainer.excluded_samples, train = state.ranges, config.train
+    needed = first_of_step(
+        trainer.consumed_samples,
+        step - trainer.step,
+        train.global_batch_size,
+        state.ranges,
+        train.ramp_batch,
+    )
     with trainer.batches(train_dataset(trainer.config, needed, trainer.history)) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(state.steps, trainer)])
         while trainer.step < step - 1:

@@ -16,7 +16,8 @@ from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
-from tests.training.incidents.bad_data import BAD
+from mlm.util.errors import UserError
+from tests.training.incidents.bad_data import BAD, Constant
 from tests.training.incidents.runs import STEP, folder, incident, pretrain
 from tests.training.saving import save
 
@@ -99,6 +100,23 @@ def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, c
     found = sorted(path.name for path in (out / "incidents").iterdir())
     assert found[0] == f"step-{STEP:08d}"
     assert main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1"]) == 0
+    assert "(equal bit for bit)" in capsys.readouterr().out
+
+
+def small(data: object, *, vocab_size: int, num_samples: int, seed: int, validation: bool) -> Constant:
+    """The samples that data.kind=tests.training.incidents.test_replay:small names."""
+    if num_samples > 48 and not validation:
+        raise UserError(f"48 samples are there, not {num_samples}")
+    return Constant(vocab_size, 8, num_samples)
+
+
+def test_a_replay_in_a_ramp_of_the_batch_asks_for_no_more_samples_than_the_run(
+    tmp_path: Path, capsys: Said
+) -> None:
+    """24 steps of two samples each, the 21st of which reads sample 41."""
+    out, ramp = tmp_path / "run", ("train.ramp_batch=[2,2,1000]", "train.steps=24", "checkpoint.save_every=0")
+    assert pretrain(out, f"data.kind={__name__}:small", *ramp) == 0
+    assert main(["replay", str(folder(out, 21)), "dist.threads_per_rank=1"]) == 0
     assert "(equal bit for bit)" in capsys.readouterr().out
 
 
