@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.compare import are_equal
-from mlm.checkpoint.native.format import DTYPE_NAMES
+from mlm.checkpoint.native.format import DTYPE_NAMES, TensorEntry
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
@@ -30,7 +30,7 @@ class HFTensors:
         Each parameter except `content.filled` must be stored once, and nothing else but tensors that the
         family ignores. Raises UserError.
         """
-        self.model, self._parameters = model, parameters(model.config)
+        self.model = model
         self._locations, known, quantised = dict[str, Location](), set(model.content.unused), set[str]()
         for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
             if ours in model.content.filled:
@@ -63,6 +63,11 @@ class HFTensors:
                     f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
                     f"the model in one of them"
                 )
+
+    @cached_property
+    def _parameters(self) -> dict[str, TensorEntry]:
+        # Built after the names are checked: config.json may claim any number of layers.
+        return parameters(self.model.config)
 
     @property
     def num_bytes(self) -> int:

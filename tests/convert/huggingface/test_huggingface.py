@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,6 +235,17 @@ def test_tensors_that_are_not_the_model_are_named(
     edit_tensors(folder, edit)
     with pytest.raises((UserError, CorruptFileError), match=said):
         read(folder)
+
+
+def test_no_layer_is_built_before_its_tensors_are_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config.json may claim any number of layers, and each takes milliseconds to build."""
+    edit_config(folder, n_layer=1 << 20)
+    build = Mock(side_effect=AssertionError("layers were built"))
+    monkeypatch.setattr("mlm.convert.huggingface.tensors.parameters", build)
+    with pytest.raises(UserError, match=r"holds no tensor h\.3\.ln_1\.weight"):
+        HFTensors(read_model(folder))
 
 
 def test_old_names_masks_and_an_equal_output_layer_are_accepted(folder: Path) -> None:
