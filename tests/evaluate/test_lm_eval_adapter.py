@@ -173,6 +173,26 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
     assert one_rank.generate_until(asked, disable_tqdm=True) == [whole.split(stop)[0]]
 
 
+def test_ranks_agree_on_all_requests_before_the_first_group_is_generated(
+    one_rank: MlmLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose cache holds one of two groups would leave the other waiting for it in the second."""
+    greedy = {"until": [], "do_sample": False}
+    asked = instances(("To be", greedy | {"max_gen_toks": 1}), ("To be", greedy | {"max_gen_toks": 2}))
+    of_another_rank: list[Any] = []
+
+    def record(_: Ranks, value: Any) -> list[Any]:
+        of_another_rank.append(value)
+        return [value]
+
+    monkeypatch.setattr(Ranks, "all_gather", record)
+    one_rank.generate_until(asked[:1], disable_tqdm=True)
+    others = iter(of_another_rank)
+    monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, next(others)])
+    with pytest.raises(UserError, match="the ranks have different requests"):
+        one_rank.generate_until(asked, disable_tqdm=True)
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [

@@ -141,7 +141,7 @@ class MlmLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
-    def _check_equal(self, requests: Sequence[Tokens]) -> None:
+    def _check_equal(self, requests: Sequence[object]) -> None:
         """Raise UserError if ranks have other requests, as caches (--use_cache) that a kill left may."""
         digests = Ranks.of(self.ctx).all_gather(digest_bytes(repr(requests).encode()))
         if len(set(digests)) > 1:
@@ -168,6 +168,8 @@ class MlmLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to the first of the task's stops."""
         texts, disable_tqdm = [""] * len(requests), disable_tqdm or not self.ctx.is_main
+        # Before the first group: a rank with fewer groups would not take part in the checks of the others.
+        self._check_equal([request.args for request in requests])
         by_arguments: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_arguments.setdefault(repr(request.args[1]), []).append(number)
@@ -177,7 +179,6 @@ class MlmLM(TemplateLM):
                 room = self.max_length - options.max_new_tokens
                 contexts = (self.tok_encode(requests[number].args[0]) for number in numbers)
                 prompts = [tokens[-room:] or [self.prefix_token_id] for tokens in contexts]
-                self._check_equal(prompts)
                 continued = generate(
                     self.trained,
                     prompts,
