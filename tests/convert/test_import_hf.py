@@ -206,6 +206,12 @@ class TestRefusals:
         (problem,) = preflight_import_hf(config)
         assert "no such folder. Give one with config.json" in problem
 
+    def test_base_of_what_is_not_a_folder_of_adapters_is_rejected(self, folder: Path, tmp_path: Path) -> None:
+        for source in (str(folder), "someone/tiny"):
+            config = ImportHFConfig(source=source, out=str(tmp_path / "run"), base="runs/base", verify=False)
+            (problem,) = preflight_import_hf(config)
+            assert problem.startswith(f"base=runs/base: source={source} is not a folder that holds adapters")
+
     def test_verification_without_transformers_names_the_extra(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -45,6 +45,8 @@ from mlm.util.terminal import one_line, progress_bar
 def import_problems(source: str, out: str, revision: str | None = None, base: str | None = None) -> list[str]:
     """Return what is wrong with a folder or id to import, and with `out`; nothing is downloaded."""
     problems, folder = out_problems(out), Path(source)
+    if base is not None and not is_adapter(source):
+        problems.append(f"base={base}: source={source} is not a folder that holds adapters; leave it out")
     if not folder.exists():
         if not HUB_NAME.fullmatch(source):
             fix = "Give one with config.json and model.safetensors, or a Hub id"
@@ -53,8 +55,6 @@ def import_problems(source: str, out: str, revision: str | None = None, base: st
     if revision is not None:
         problems.append(f"revision={revision} is for the Hub, source={source} is a folder: leave it")
     if not is_adapter(source):
-        if base is not None:
-            problems.append(f"base={base}: source={source} holds no adapters; leave it out")
         attempt(problems, lambda: HFTensors(read_model(folder)))
     return problems
 
