@@ -134,6 +134,7 @@ def test_imported_adapters_are_trained_further(folder: Path, tmp_path: Path) -> 
         ({"lora_alpha": "8"}, "lora_alpha=8, .*not above 0"),
         ({"lora_dropout": 1}, ".*lora_dropout=1: not above 0, or not from 0 to 1"),
         ({"r": 3}, r"r=3, ranks in adapter_model.safetensors are \[4\]"),
+        ({"r": [4]}, r"r=\[4\], ranks in adapter_model.safetensors are \[4\]"),
     ],
 )
 def test_adapters_that_ours_do_not_compute_are_rejected(
@@ -162,6 +163,8 @@ def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, mod
         ("not finite", "has other than finite numbers"),
         ("integers", "has other than finite numbers"),
         ("short", "tensors end at byte"),
+        ("odd rows", r"v_proj.lora_B.weight is \[5, 4\], its base makes it .*name its base"),
+        ("scalar", r"ranks in adapter_model.safetensors are \[0, 4\]"),
         ("other base", "is .*makes it .*name its base"),
     ],
 )
@@ -179,6 +182,10 @@ def test_damaged_adapters_are_rejected(folder: Path, tmp_path: Path, damage: str
         tensors[name][0, 0] = torch.nan
     if damage == "integers":
         tensors[name] = tensors[name].int()
+    if damage == "odd rows":
+        tensors[name.replace("q_proj", "v_proj")] = torch.ones(5, 4)
+    if damage == "scalar":
+        tensors[name.replace("lora_B", "lora_A")] = torch.tensor(1.0)
     save_file(tensors, file)
     if damage == "short":
         file.write_bytes(file.read_bytes()[:-1])

@@ -180,7 +180,7 @@ def layer_modules(model: ModelConfig) -> set[str]:
 def adapted_ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the rank of each module that has an adapter among tensors as `peft` names them."""
     return {
-        name.removeprefix(PREFIX).removesuffix(SUFFIX): len(value)
+        name.removeprefix(PREFIX).removesuffix(SUFFIX): len(value) if value.ndim else 0
         for name, value in tensors.items()
         if name.endswith(SUFFIX)
     }
@@ -208,7 +208,7 @@ def read_adapters(
     ranks = adapted_ranks(tensors)
     if outside := sorted(ranks.keys() - layer_modules(model)):
         raise UserError(f"{WEIGHTS}: {outside[0]} is no linear layer of a layer of the base; {merge}")
-    if {*ranks.values()} != {config.get("r")}:
+    if not ranks or any(rank != config.get("r") for rank in ranks.values()):
         problem = f"r={show(config.get('r'))}, ranks in {WEIGHTS} are {sorted({*ranks.values()})}"
         raise UserError(f"{CONFIG}: {problem}; {merge}")
     mapping = mapping_of(model)
@@ -226,4 +226,12 @@ def read_adapters(
     if other := sorted(known ^ tensors.keys()):
         problem = "is missing" if other[0] in known else "is no part of an adapter"
         raise UserError(f"{WEIGHTS}: {other[0]} {problem}; {merge}")
+    shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, layer_names(model))}
+    for adapter in adapters:
+        for part, (end, location) in adapter.forms.items():
+            wanted = location.shapes(shapes[f"{adapter.name}.lora.{part}"])[0]
+            for name in (f"{PREFIX}{module}{end}" for module in adapter.modules):
+                if (shape := tuple(tensors[name].shape)) != wanted:
+                    problem = f"is {list(shape)}, its base makes it {list(wanted)}; name its base"
+                    raise UserError(f"{WEIGHTS}: {name} {problem}")
     return lora, {n: x for a in adapters for n, x in a.to_ours(tensors.__getitem__, base)}
