@@ -23,6 +23,7 @@ from tests.finetune.chats import write_llama
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
 
+from lm_eval.api.model import CachingLM  # noqa: E402
 from lm_eval.config.evaluate_config import EvaluatorConfig  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -323,6 +324,15 @@ def test_ranks_with_other_requests_are_an_error(one_rank: MlmLM, monkeypatch: py
     monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, "of another rank"])
     with pytest.raises(UserError, match="different requests; delete the caches"):
         one_rank._loglikelihood_tokens([(None, [1], [2])])
+
+
+def test_ranks_with_other_caches_are_an_error(
+    one_rank: MlmLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval does not call the model of a rank whose cache holds all requests."""
+    monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, "of another rank"])
+    with pytest.raises(UserError, match="delete the caches"):
+        CachingLM(one_rank, str(tmp_path / "cache.db"))
 
 
 def test_without_lm_eval_the_command_names_the_extra(

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
@@ -141,8 +141,17 @@ class MlmLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Set the hook of a cache (--use_cache) that is the same on every rank, else raise UserError.
+
+        A kill may leave caches that differ: where one holds all requests of a kind, its rank would not be
+        called for them, and the others would wait for it.
+        """
+        self._check_equal(sorted(cache_hook.dbdict or ()))
+        super().set_cache_hook(cache_hook)
+
     def _check_equal(self, requests: Sequence[object]) -> None:
-        """Raise UserError if ranks have other requests, as caches (--use_cache) that a kill left may."""
+        """Raise UserError if ranks have other requests, or caches of them."""
         digests = Ranks.of(self.ctx).all_gather(digest_bytes(repr(requests).encode()))
         if len(set(digests)) > 1:
             raise UserError("the ranks have different requests; delete the caches of --use_cache")
