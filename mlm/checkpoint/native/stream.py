@@ -61,6 +61,7 @@ def write_streamed(
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
     are a function of the arguments alone: `save_id` should be one of content and layout (`derived_id`).
     `read(name, region)` gives a piece, on CPU, of the tensor's dtype; `progress` receives bytes written.
+    `write_file` writes each shard file, or keeps one that is complete.
 
     `root` is a new folder, which its caller publishes when all is written: see `new_folder`. Raises OSError,
     and what `read` raises.
