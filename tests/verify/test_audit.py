@@ -14,7 +14,7 @@ from mlm.cli.verify import check_audit
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.verify.audit import host, search
-from mlm.verify.audit.api import audit
+from mlm.verify.audit.api import audit, content
 from mlm.verify.audit.diagnose import MASK, Finding
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
 from mlm.verify.audit.record import KINDS
@@ -24,6 +24,7 @@ from tests.slow import slow_but, thinned
 from tests.verify import audited as audited_code
 
 SUBJECTS = Path(__file__).parent / "audited.py"
+STEPS = Path(__file__).parent / "audited_steps.py"
 
 
 def outcomes(
@@ -128,6 +129,73 @@ def test_audit_names_the_place_and_the_cause(
     finding = first_outcome(mistake, **layout).finding
     assert finding is not None
     assert (finding.place, finding.cause) == (place, cause)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "place", "cause", "words"),
+    slow_but(
+        {0, 2, 4},
+        [
+            (
+                "seed",
+                "embedding",
+                "other samples",
+                "2 of 2 samples that dp rank 1 reads are none of one process",
+            ),
+            ("micro_seed", "embedding", "other samples", "look at seeds and samplers"),
+            ("micro_depth_local", "mixture.router", "random numbers", "the result of rand"),
+            ("depth_local", "mixture.router", "random numbers", "the result of stack"),
+            (
+                "auxiliary_twice",
+                "mixture",
+                "another number",
+                "mul at audited_steps.py:45 takes 2 in place of 1",
+            ),
+            ("temperature", "loss", "another number", "div at audited_steps.py:111 takes 2 in place of 1"),
+            ("scale_part", "loss", "another number", "div at audited_steps.py:115 takes 2 in place of 1"),
+            ("local_fractions", "loss", "local statistics", "the result of mean at audited_steps.py:38"),
+        ],
+    ),
+)
+def test_samples_scalars_and_losses_of_a_step_get_their_cause(
+    mistake: str, place: str, cause: str, words: str
+) -> None:
+    """With replicas and one process, whose step returns the loss of all."""
+    finding = first_outcome(mistake, file=STEPS, dp=2).finding
+    assert finding is not None
+    assert (finding.place, finding.cause) == (place, cause)
+    assert words in finding.sentence
+
+
+@pytest.mark.parametrize(("subject", "layout"), [("build", {"tp": 2, "dp": 2}), ("micro", {"dp": 2})])
+def test_scalars_that_modules_return_are_compared_and_right(subject: str, layout: dict[str, int]) -> None:
+    outcome = first_outcome(subject, file=STEPS, **layout)
+    assert outcome.finding is None
+    assert not outcome.skipped
+
+
+def stopped(*_: object) -> list[object]:
+    raise KeyboardInterrupt
+
+
+def audited_until_stopped(_: ParallelContext, config: AuditConfig) -> list[Outcome] | UserError:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "places_to_trace", stopped)
+        return audited(_, config)
+
+
+def test_an_audit_that_is_stopped_says_what_it_had_found_and_lists_wrong_tensors() -> None:
+    config = AuditConfig(build=f"{SUBJECTS}:forward", steps=1, timeout_s=30.0, tp=2, dp=2)
+    ((first, *others),) = run_on_ranks(audited_until_stopped, config)
+    assert first.sentence.startswith("PARTS at 0 (output, step 1")
+    assert first.sentence.endswith("stopped by Ctrl-C before a cause was found")
+    assert not others
+    report = content(config, [first])
+    assert isinstance(report, dict)
+    listed = report["layouts"][0]["differences"]  # type: ignore[index]
+    assert len(listed) == min(first.wrong, 50)
+    assert (listed[0]["name"], listed[0]["kind"], listed[0]["step"]) == ("0", "output", 1)
+    assert 0 < listed[0]["error"] < 10
 
 
 class Terminal(StringIO):

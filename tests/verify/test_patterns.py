@@ -11,6 +11,7 @@ from mlm.verify.audit.compare import Comparison
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import ADDEND, AXES, SQUARE, Key, Record
 
+DP = {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
 MEAN = 0.25
 """Factor of each of two replicas' two micro-batches."""
 
@@ -96,22 +97,28 @@ def test_replicas_that_leave_out_samples_are_told_which(
     tokens = torch.arange(24).view(8, 3)
     key = Key(0, "input", "")
     ranks = {(0, n, 0, 0): Record({key: tokens[ids]}) for n, ids in enumerate(reads)}
-    cause = explain_samples(Record({key: tokens}), ranks)
-    assert cause is not None
-    assert f"{missing} are read by none" in cause[1]
+    cause = explain_samples(Record({key: tokens}), ranks, DP)[0]
+    assert f"{missing} are read by none" in cause.why
+
+
+def test_ranks_of_a_replica_that_read_other_samples_are_told_which() -> None:
+    tokens, key = torch.arange(12).view(4, 3), Key(0, "input", "")
+    ranks = {(0, n, 0, m): Record({key: tokens[[0, 1], :] + 6 * m}) for n in range(2) for m in range(2)}
+    cause = explain_samples(Record({key: tokens}), ranks, DP | {"tp": 2})[0]
+    assert "ranks of one replica, dp rank 0, read samples [0, 1] and [2, 3]" in cause.why
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (8,)], ids=str)
 def test_replicas_that_read_each_sample_once_have_no_cause(shape: tuple[int, ...]) -> None:
     tokens, key = torch.arange(math.prod(shape)).view(shape), Key(0, "input", "")
     ranks = {(0, n, 0, 0): Record({key: tokens[n::2]}) for n in range(2)}
-    assert explain_samples(Record({key: tokens}), ranks) is None
+    assert not explain_samples(Record({key: tokens}), ranks, DP)
 
 
 def test_samples_of_several_lengths_have_no_cause() -> None:
     key = Key(0, "input", "")
     inputs = {key._replace(micro=n): torch.arange(2 * n).view(2, n) for n in (3, 4)}
-    assert explain_samples(Record(inputs), {(0, n, 0, 0): Record(inputs) for n in range(2)}) is None
+    assert not explain_samples(Record(inputs), {(0, n, 0, 0): Record(inputs) for n in range(2)}, DP)
 
 
 def finding_of_norm(axis: str, squares: list[dict[str, float]], norms: list[float]) -> Finding | None:

@@ -74,29 +74,59 @@ def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record
     return matched.pop(()), matched, problems
 
 
-def explain_samples(reference: Record, ranks: Ranks) -> Cause | None:
-    """The cause of inputs of the first module that are not each sample of one process once."""
-    first = next((key for key in reference.tensors if key.kind == "input"), None)
-    inputs: dict[int, list[Tensor]] = {}
-    for n, record in ((-1, reference), *((at[1], r) for at, r in ranks.items() if not any(at[:1] + at[2:]))):
-        inputs[n] = [x for key, x in record.tensors.items() if first and key[:3] == first[:3]]
-    shapes = {x.shape[1:] for calls in inputs.values() for x in calls}
-    if len(inputs) < 3 or not all(inputs.values()) or len(shapes) > 1:
+def explain_samples(reference: Record, ranks: Ranks, layout: Layout) -> dict[int, Cause]:
+    """By step, the cause of inputs of the first module that are not each sample of one process as often."""
+    causes: dict[int, Cause] = {}
+    for step in sorted({key.step for key in reference.tensors if key.kind == "input"}):
+        first = next(key for key in reference.tensors if key[:2] == (step, "input"))
+        inputs = {
+            at[1:]: [x for key, x in record.tensors.items() if key[:3] == first[:3]]
+            for at, record in {(0,): reference, **ranks}.items()
+            if not at[0]
+        }
+        shapes = [{x.shape[1:] for x in own} for own in inputs.values()]
+        if not first.item and all(len(own) == 1 for own in shapes):  # activations are no samples
+            parts = {at: torch.cat(own)[:, None] for at, own in inputs.items()}
+            if cause := _explain_inputs(parts.pop(()), parts, layout):
+                causes[step] = cause
+    return causes
+
+
+def _explain_inputs(whole: Tensor, inputs: Parts, layout: Layout) -> Cause | None:
+    like = {at: x.new_empty(len(whole), *x.shape[1:]) for at, x in inputs.items()}
+    if whole.numel() * max(map(len, [whole, *inputs.values()])) > MOST_COMPARED:
         return None
-    whole, *replicas = (torch.cat(calls)[:, None] for calls in inputs.values())
-    if whole.numel() * max(map(len, replicas)) > MOST_COMPARED:
-        return None
-    same = [(own[:, None] == whole).flatten(2).all(-1) for own in replicas]
-    ids = [found.int().argmax(1).tolist() for found in same if bool((found.sum(1) == 1).all())]
-    counts = Counter(number for own in ids for number in own)
-    missing = sorted({*range(len(whole))} - set(counts))
-    if len(ids) < len(same) or not missing:
-        return None
-    twice = [number for number, count in sorted(counts.items()) if count > 1]
-    why = f"replicas read samples {' and '.join(map(str, ids))} of {len(whole)}"
-    return Cause(
-        "other samples", f"{why}: {missing} are read by none" + (f", {twice} by several" if twice else "")
-    )
+    same: Parts = {}
+    for placement in placements(like, whole, {**layout, "dp": 1, "tp": 1}, blocks={}):
+        rights = {at: region(whole, placement, at, like) for at in inputs}
+        found = {at: (x[:, None] == rights[at]).flatten(2).all(-1) for at, x in inputs.items()}
+        same = max(same, found, key=lambda each: sum(int(x.any(1).sum()) for x in each.values()))
+    if not same or (layout["cp"] > 1 and any(bool((x.sum(1) != 1).any()) for x in same.values())):
+        return None  # over cp these may be other parts, or equal ones
+    first = (whole[:, None] == whole).flatten(2).all(-1).int().argmax(1).tolist()  # the first of equal ones
+    ids = {at: [first[n] for n in x.int().argmax(1)[x.any(1)].tolist()] for at, x in same.items()}
+    counts = {at[1:]: Counter(n for b in ids if b[1:] == at[1:] for n in ids[b]) for at in ids}
+    missing = [n for n in dict.fromkeys(first) if not all(own[n] for own in counts.values())]
+    nowhere = [at for at, x in same.items() if len(x) > len(ids[at])]
+    apart = [at for at, own in ids.items() if sorted(own) != sorted(ids[at[0], 0, 0])]
+    why = ""
+    if nowhere and missing:
+        at, count = nowhere[0], len(same[nowhere[0]])
+        why = (
+            f"{count - len(ids[at])} of {count} samples that dp rank {at[0]} reads are none of one process: "
+            "look at seeds and samplers that depend on the rank, and at what changes samples before a module"
+        )
+    elif apart and not nowhere:
+        why = (
+            f"ranks of one replica, dp rank {apart[0][0]}, read samples {ids[apart[0][0], 0, 0]} and "
+            f"{ids[apart[0]]}: look at how the number of a replica follows from the rank"
+        )
+    elif missing and not nowhere:
+        twice = [n for n, count in sorted(counts[0, 0].items()) if count > 1]
+        replicas = " and ".join(str(own) for at, own in ids.items() if not any(at[1:]))
+        why = f"replicas read samples {replicas} of {len(whole)}: {missing} are read by none"
+        why += f", {twice} by several" if twice else ""
+    return Cause("other samples", why) if why else None
 
 
 def tabulate(record: Record, step: int) -> Table:
@@ -126,7 +156,12 @@ def match_step(
     known = next(filter(None, inputs), None)
     matched: dict[Coordinates, Table] = {at: {} for at in tables}
     choices: dict[tuple[int, Key], Samples | str] = {}
-    for stage, key in ((stage, key) for stage, key in shared if key.kind != "input"):
+    for stage, key in ((stage, key) for stage, key in shared if key.kind == "scalar"):
+        if (values := scalars(whole[key], calls[stage, key], layout)) is not None:
+            matched[()][key] = {0: values[0]}
+            for at, part in values[1].items():
+                matched[stage, *at][key] = {0: part}
+    for stage, key in ((stage, key) for stage, key in shared if key.kind in ("output", "backward")):
         output = stage, key._replace(kind="output")
         if key.kind == "output":
             choices[output] = choose(whole[key], calls[stage, key], known, layout)
@@ -146,6 +181,18 @@ def match_step(
             for at, part in joined[1].items():
                 matched[stage, *at][key] = {0: part}
     return matched
+
+
+def scalars(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> tuple[Tensor, Parts] | None:
+    """Scalars of each micro-batch, sorted where replicas have others; None for another number of these."""
+    full, *each = (torch.stack([*own.values()]) for own in (whole, *parts.values()))
+    own = dict(zip(parts, each, strict=True))
+    if {len(x) for x in each} == {len(full)}:
+        return full, own
+    if {len(x) * layout["dp"] for x in each} != {len(full)}:
+        return None
+    joined = {at: torch.cat([x for b, x in own.items() if b[1:] == at[1:]]).sort().values for at in own}
+    return full.sort().values, joined
 
 
 def constants(key: Key, whole: Calls, parts: Mapping[Coordinates, Calls]) -> tuple[Tensor, Parts]:

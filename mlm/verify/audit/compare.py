@@ -2,8 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain, combinations
 from types import MappingProxyType
 
 import torch
@@ -17,6 +19,8 @@ from mlm.verify.audit.parts import (
     Match,
     Parts,
     Placement,
+    add_over,
+    are_copies,
     difference,
     fill,
     match,
@@ -25,7 +29,7 @@ from mlm.verify.audit.parts import (
     match_rows,
     placements,
 )
-from mlm.verify.audit.record import KINDS, Cause, Key, Record
+from mlm.verify.audit.record import KINDS, REACHED, Cause, Key, Record
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 ROUNDING = 1e-10
@@ -36,6 +40,8 @@ SPREADS = 3.0
 LAYOUT_ONLY = 64 * EPS["fp32"]
 """Rounding of a tensor where a layout alone computes in float32, as buckets of gradients do."""
 
+ENDS = ("loss", "backward", "gradient")
+"""Types of tensors that are wrong after a scalar."""
 UNMOVED = 1e-30
 """Unit of weights of which none moves on one process."""
 
@@ -89,8 +95,8 @@ class Comparison:
         self.replicas = layout["dp"] * layout["cp"]
         self.operation: Cause | None = None
         """The cause of an output that is wrong by an operation."""
-        self.misread: Cause | None = None
-        """The cause of samples that are not those of one process."""
+        self.misread: Mapping[int, Cause] = {}
+        """By step, the cause of samples that are not those of one process."""
         self.locations: list[Location] = []
         self.skipped: list[str] = []
         """What could not be compared, and why, for each step."""
@@ -136,8 +142,14 @@ class Comparison:
 
     @property
     def wrong(self) -> list[Location]:
-        """Places beyond the tolerance; the first is the first computed."""
-        return [place for place in self.locations if place.is_wrong]
+        """Places beyond the tolerance; the first is the first computed.
+
+        Scalars that modules return are none unless the loss, or a gradient, is wrong and depends on them.
+        """
+        places = [place for place in self.locations if place.is_wrong]
+        ends = {p.key.step for p in places if p.key.kind in ENDS}
+        reached = {key._replace(kind="scalar") for key in self.reference.tensors if key.kind == REACHED}
+        return [p for p in places if p.key.kind != "scalar" or (p.key.step in ends and p.key in reached)]
 
     def _moved(self, key: Key) -> float:
         """Largest change of an element of the reference's weight since the start."""
@@ -165,7 +177,7 @@ class Comparison:
         tolerance = TOLERANCES[self.precision if is_ours else "fp64"]
         size, floor = magnitude(whole), FLOOR * self._largest[key[:2]]
         unit, limit = max(size, floor) or 1.0, tolerance.gradient if key.step == 0 else tolerance.later
-        if key.kind == "loss":
+        if key.kind in ("loss", "scalar"):
             unit, limit = 1.0 if is_ours else max(size, 1.0), tolerance.loss  # nats a token
         elif key.kind == "norm":
             unit, limit = size, tolerance.norm
@@ -191,11 +203,23 @@ class Comparison:
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         if self._calls[id(self.reference)][whose(key)] != self._calls[id(record)][whose(key)]:
             self.skipped.append(f"{key.name} is called another number of times than on one process")
+        elif key.kind == "scalar":
+            if bool(whole.isfinite().all()) and not self._is_loss(key, whole):
+                nearest = min(combined(parts), key=lambda own: difference(clamped(own, whole), whole))
+                is_right = difference(clamped(nearest, whole), whole) <= limit * unit
+                own = match_at({}, dict.fromkeys(parts, whole) if is_right else nearest, whole)
+                self.locations.append(Location(key, own, unit, limit, stage))
         elif (found := self._activation(key, parts, whole, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)
             self.skipped.append(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
             self.locations.append(Location(key, found, unit, limit, stage))
+
+    def _is_loss(self, key: Key, values: Tensor) -> bool:
+        """True for a scalar that is the loss of a step, or of its micro-batches."""
+        loss = self.reference.tensors.get(Key(key.step, "loss", "loss"))
+        totals = (values.sum(), values.double().mean())
+        return loss is not None and any(difference(x, loss) <= ROUNDING * magnitude(loss) for x in totals)
 
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare an output, its gradient, the loss or the norm, at the placement that fits best."""
@@ -271,6 +295,20 @@ def combine_losses(parts: Parts, whole: Tensor) -> Parts:
         mean = whole.clamp(losses.amin(0), losses.amax(0))
         combined[0, 0, tp] = min(losses.sum(0), mean, key=lambda loss: difference(loss, whole))
     return combined
+
+
+def combined(parts: Parts) -> Iterator[Parts]:
+    """Scalars of ranks, and their sums over some axes."""
+    for some in chain.from_iterable(combinations(SPLIT_AXES, count) for count in range(len(SPLIT_AXES) + 1)):
+        added = reduce(add_over, some, parts)
+        if not any(are_copies(parts, axis) for axis in some):
+            yield added
+
+
+def clamped(parts: Parts, whole: Tensor) -> Tensor:
+    """The mean of scalars of ranks, however weighed, that is nearest to another."""
+    every = torch.stack([*parts.values()])
+    return whole.clamp(every.amin(0), every.amax(0))
 
 
 def held(ranks: Ranks, key: Key) -> dict[int, Parts]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -43,6 +43,9 @@ class Finding:
     def is_explained(self) -> bool:
         """True if a hypothesis reproduces the wrong numbers."""
         return NEITHER not in self.sentence
+
+    def with_note(self, note: str) -> "Finding":
+        return replace(self, sentence=f"{self.sentence}; {note}")
 
     @property
     def where(self) -> str:
@@ -182,7 +185,8 @@ def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Loc
     before = next((p for p, following in pairwise(same) if following is place), None)
     first = "the loss" if kind == "backward" else "what is"
     name = (before.key.name or "the whole module") if before is not None else first
-    cause = (_gathered(comparison, place) or comparison.misread) if kind == "output" else None
+    misread = comparison.misread.get(place.key.step)
+    cause = (_gathered(comparison, place) or misread) if kind == "output" else None
     if kind == "backward":
         cause = _of_all_gradients(comparison, place.key.step)
     cause = cause or comparison.operation
@@ -217,7 +221,7 @@ def _of_all_gradients(comparison: Comparison, step: int) -> Cause | None:
 def _gathered(comparison: Comparison, place: Location) -> Cause | None:
     """The cause of a loss, or losses of tokens, that is log(tp) too large."""
     tp, pairs = comparison.layout["tp"], place.match.pairs.values()
-    is_loss = place.key.kind == "loss" or not place.key.name
+    is_loss = place.key.kind in ("loss", "scalar") or not place.key.name
     if is_loss and tp > 1 and all(is_close(x - y, torch.full_like(y, math.log(tp)), place) for x, y in pairs):
         why = (
             f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
@@ -246,11 +250,19 @@ def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]
         cause = Cause("forward pass", why)
     if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
         cause = Cause("wrong divisor", f"it is {found.factor} times as much")
-    cause = cause or comparison.operation
+    cause = cause or comparison.misread.get(place.key.step) or comparison.operation
     if cause is None and not any(p.is_wrong for p in gradients):
         cause = Cause("reported loss", "all gradients are right: only what is reported is not")
-    compared = "no output that is compared is wrong (scalars are not)"
-    return _values(place, cause or Cause("loss", f"{compared}; {NEITHER}"))
+    scalars = [p for p in comparison.locations if p.is_wrong and p.key[:2] == (place.key.step, "scalar")]
+    also = f" but a scalar of {_list(scalars)}" if scalars else ""
+    return _values(place, cause or Cause("loss", f"no output that is compared is wrong{also}; {NEITHER}"))
+
+
+def _explain_scalar(comparison: Comparison, place: Location, _: Sequence[Location]) -> Cause:
+    cause = comparison.misread.get(place.key.step) or comparison.operation
+    if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
+        cause = Cause("wrong divisor", f"it is {found.factor} times as much")
+    return _values(place, cause or Cause("scalar", f"all outputs are right; {NEITHER}"))
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -306,6 +318,7 @@ def _explain_weights(comparison: Comparison, place: Location, wrong: Sequence[Lo
 
 
 EXPLAINERS: dict[str, Callable[[Comparison, Location, Sequence[Location]], Cause]] = {
+    "scalar": _explain_scalar,
     "loss": _explain_loss,
     "gradient": _explain_gradients,
     "norm": _explain_norm,

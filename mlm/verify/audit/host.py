@@ -34,7 +34,7 @@ from mlm.util.terminal import Screen, one_line
 from mlm.verify.audit.calls import explain_samples, match_calls
 from mlm.verify.audit.compare import Comparison, Layout, Location, Ranks, assemble, spreads_of
 from mlm.verify.audit.diagnose import MASK, Finding, diagnose
-from mlm.verify.audit.record import AXES, AuditSubject, Key, Record, Recorder
+from mlm.verify.audit.record import AXES, KINDS, AuditSubject, Key, Record, Recorder
 from mlm.verify.audit.search import find_operation
 from mlm.verify.audit.trace import trace_rank
 from mlm.verify.config import AuditConfig
@@ -52,8 +52,11 @@ NOISES = 3
 """Runs of one process by which the rounding of narrow formats is measured."""
 NOTE = 200
 """Bytes that say what a rank does."""
-TRACED = ("output", "loss", "backward", "gradient", "weight")
+TRACED = ("output", "scalar", "loss", "backward", "gradient", "weight")
 """Types of tensors whose causes are sought among operations."""
+MOST_LISTED = 50
+"""Wrong tensors in a report."""
+STOPPED = "stopped by Ctrl-C before a cause was found"
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
 
@@ -69,6 +72,8 @@ class Outcome:
     """Where it parts from one process; None where it trains as that does."""
     compared: int = 0
     wrong: int = 0
+    differences: tuple[dict[str, object], ...] = ()
+    """The first wrong tensors: name, kind, step and error, as a fraction of the largest element."""
     skipped: tuple[str, ...] = ()
     precision: str = "fp64"
     rounding: str = ""
@@ -130,9 +135,13 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
         dtype, why = torch.float32, f"in float32, since {error}: "
         outcomes = [audit_layout(build, layout, config, dtype)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
-        with suppress(UserError):  # of code that needs several axes
-            outcomes.append(audit_layout(build, each, config, dtype))
+    try:
+        for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
+            if not outcomes[-1].sentence.endswith(STOPPED):
+                with suppress(UserError):  # of code that needs several axes
+                    outcomes.append(audit_layout(build, each, config, dtype))
+    except KeyboardInterrupt:
+        pass  # what was found until then is reported
     outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
     return sorted(
         outcomes,
@@ -159,7 +168,8 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
     if failure:
         return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
     for key, tensor in reference.tensors.items():
-        if not torch.equal(tensor, again.tensors[key]) and not bool(tensor.isnan().any()):
+        is_equal = torch.equal(tensor, again.tensors[key]) or key.kind == "scalar"  # as of a clock
+        if not is_equal and not bool(tensor.isnan().any()):
             raise UserError(
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
@@ -169,7 +179,7 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         worlds = [run(ones, weights_of=source, seed=seed) for seed in range(1, NOISES + 1)]
         noise = [record for each in worlds for record in each.wait().values()]
     spreads = spreads_of(reference, noise)
-    misread = explain_samples(reference, ranks)
+    misread = explain_samples(reference, ranks, layout)
     reference, ranks, unmatched = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout, spreads=spreads)
     comparison.misread = misread
@@ -177,39 +187,48 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
     found = diagnose(comparison)
-    if found is not None and not failure and (place := place_to_trace(comparison, found)) is not None:
-        with suppress(UserError):
-            traced = run(layout, task=partial(trace_rank, place=place)).wait()
-            task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
-            (record,) = run(ones, weights_of=source, task=task).wait().values()
-            comparison.operation = next(iter(record.causes), None)
-            found = diagnose(comparison)
-            if found is not None and record.given_up is not None:
-                limit = f"the search ended at its limit of time, after {record.given_up} tries"
-                found = replace(found, sentence=f"{found.sentence}; {limit}")
+    try:
+        for place in () if found is None else places_to_trace(comparison, found):
+            with suppress(UserError):
+                traced = run(layout, task=partial(trace_rank, place=place)).wait()
+                task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
+                (record,) = run(ones, weights_of=source, task=task).wait().values()
+                comparison.operation = next(iter(record.causes), None)
+                found, limit = diagnose(comparison), "the search ended at its limit of time, after"
+                if record.given_up is not None:
+                    found = found and found.with_note(f"{limit} {record.given_up} tries")
+                if comparison.operation is not None:
+                    break
+    except KeyboardInterrupt:
+        found = found and found.with_note(STOPPED)
     return Outcome(
         dict(layout),
         found,
         len(comparison.locations),
         len(comparison.wrong),
+        tuple(
+            {"name": p.key.name, "kind": KINDS[p.key.kind], "step": p.key.step + 1, "error": p.relative}
+            for p in comparison.wrong[:MOST_LISTED]
+        ),
         tuple(dict.fromkeys(unmatched + comparison.skipped)),
         comparison.precision,
         comparison.rounding,
     )
 
 
-def place_to_trace(comparison: Comparison, found: Finding) -> Location | None:
-    """The tensor to explain by operations; None for one that samples or formulas explain."""
-    if not comparison.wrong or comparison.misread:
-        return None
-    place, *others = comparison.wrong
-    if place.key.kind not in TRACED:
-        return None
-    if place.key.kind in ("gradient", "weight") and found.is_explained:
-        return None
-    if place.key.kind == "loss" and comparison.replicas > 1:  # a replica's own says less than its gradients
-        return next((p for p in others if p.key.kind == "backward" and p.key.step == place.key.step), None)
-    return place
+def places_to_trace(comparison: Comparison, found: Finding) -> list[Location]:
+    """The tensor to explain by operations, and another for a loss; none if samples or formulas explain it."""
+    place, *others = comparison.wrong or (None,)
+    if place is None or place.key.kind not in TRACED:
+        return []
+    is_sum = place.key.kind in ("scalar", "loss")
+    if (is_sum or place.key.kind == "output") and place.key.step in comparison.misread:
+        return []
+    is_formula = place.key.kind in ("loss", "gradient", "weight")
+    if is_formula and found.is_explained and found.cause != "reported loss":
+        return []
+    # of replicas a sum may say less than its gradients
+    return [place, *[p for p in others if p.key[:2] == (place.key.step, "backward")][:is_sum]]
 
 
 class World:
@@ -248,24 +267,26 @@ class World:
         """
         left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
         screen, ranks = Screen(stderr=True), "1 rank" if self.size == 1 else f"{self.size} ranks"
-        with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as shown:
-            while left and time.monotonic() < end:
-                reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
-                if time.time() - reported > STUCK * self.config.timeout_s:
-                    break
-                for rank, pid in list(left.items()):
-                    ended, status = os.waitpid(pid, os.WNOHANG)
-                    if ended:
-                        del left[rank]
-                    if ended and (status or not self._content(rank)):
-                        failed[rank] = os.waitstatus_to_exitcode(status)
-                        end = min(end, time.monotonic() + GRACE_S)
-                if shown is not None:
-                    shown.update(Text(f"{ranks}: {one_line(self._note(0))}"))
-                time.sleep(0.02)
-        for pid in left.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        try:
+            with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as shown:
+                while left and time.monotonic() < end:
+                    reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
+                    if time.time() - reported > STUCK * self.config.timeout_s:
+                        break
+                    for rank, pid in list(left.items()):
+                        ended, status = os.waitpid(pid, os.WNOHANG)
+                        if ended:
+                            del left[rank]
+                        if ended and (status or not self._content(rank)):
+                            failed[rank] = os.waitstatus_to_exitcode(status)
+                            end = min(end, time.monotonic() + GRACE_S)
+                    if shown is not None:
+                        shown.update(Text(f"{ranks}: {one_line(self._note(0))}"))
+                    time.sleep(0.02)
+        finally:
+            for pid in left.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         if failed or left:
             is_narrow = LACKS_FLOAT64 in failed.values() and self.size == 1 and self.dtype is torch.float64
             raise (LacksFloat64Error if is_narrow else UserError)(self._failure(failed))

@@ -26,7 +26,7 @@ from mlm.verify.audit.parts import (
     scale_of,
 )
 from mlm.verify.audit.patterns import FIT, Pattern, cause_of, pattern
-from mlm.verify.audit.record import Cause, Key, Split
+from mlm.verify.audit.record import KINDS, Cause, Key, Split
 from mlm.verify.audit.trace import BACKWARD, NUMBERS, READ, RESULT
 
 PARTS, SUM, OWN = "parts", "sum", "own"
@@ -39,11 +39,15 @@ SHOWN = 4
 """Numbers of a tensor in a report."""
 STATISTICS = ("mean", "var", "std", "sum", "norm", "amax", "amin", "softmax", "topk", "sort", "bincount")
 """Parts of names of operations over many elements."""
+COUNTS = ("sum", "mean", "bincount", "histc")
+"""Names of those whose results may be integral and are no indices."""
 MOVES = (
     *("view", "split", "chunk", "cat", "slice", "select", "index", "gather", "unbind", "clone", "permute"),
     *("squeeze", "expand", "transpose", "embedding"),
 )
 """Parts of names of operations that compute nothing."""
+DRAWS = ("rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout")
+"""Parts of names of operations that draw random numbers."""
 WORDS = {
     "other indices": "labels, positions or other indices are not those of this rank's part of the whole",
     "other rows": "rows are not those of this rank's part; look at q, k, v or gate, up, at heads and offsets",
@@ -52,9 +56,12 @@ WORDS = {
     "and at which labels count",
     "local statistics": "a statistic is of a rank's part in place of all; reduce it over ranks",
     "another constant": "look at what fills or updates it, and at which rank's part it is",
+    "random numbers": "ranks draw other numbers than one process; seed by what they are for, as a sample or "
+    "a layer, and not by a rank or a count within it",
     "bias added on every rank": "each rank adds the same row to its addend; add it once, after the sum",
     "wrong sum": "ranks' results add up to another tensor; look at what each adds beside its part, "
-    "such as a residual, or rows of others",
+    "such as a residual, or rows of others, "
+    "and at what none adds",
     "another result": "look at what a layout alone computes, or leaves out",
     "wrong communication": "look at groups, roots and orders of collectives, and at which part is taken",
     "depends on the layout": "its inputs are right, or cannot be compared",
@@ -178,7 +185,7 @@ class Operations:
         followed: set[tuple[object, ...]] = set()
         results = [k for k in self.right if k.kind == RESULT]
         calls = {_call(k) for k in results if "_like" not in k.name}  # those that read a shape alone
-        ends = [x for k, x in self.right.items() if k.kind not in (READ, RESULT, NUMBERS)]
+        ends = [x for k, x in self.right.items() if k.kind in KINDS]
         for key in reversed(results):
             if self.status(key).word not in ("right", "addends"):
                 after = {_call(k) for k in readers.get(key, ()) if _call(k) in calls} - {_call(key)}
@@ -186,12 +193,15 @@ class Operations:
                     followed.add(_call(key))
         return followed
 
-    def hypotheses(self) -> Iterator[Hypothesis]:
-        """Numbers that are not one process's, in order, and how these take its place."""
+    def hypotheses(self, target: Key) -> Iterator[Hypothesis]:
+        """Numbers that are not one process's, in order, and how these take its place.
+
+        Of a loss that replicas have parts of, each rank's own numbers say nothing: they are other parts.
+        """
         seen, own, reads, numbers, is_own = set[Name](), list[Name](), list[Name](), list[Name](), False
         followed, keys = self._followed(), [*self.right]
-        target = self.comparison.wrong[0].key
-        if target.kind in ("output", "loss"):  # outputs of other modules are right, or follow
+        is_shared = target.kind in ("loss", "scalar") and self.comparison.replicas > 1
+        if target.kind in ("output", "scalar", "loss"):  # outputs of other modules are right, or follow
             keys.sort(key=lambda key: not _is_near(key.name.split("|")[0], target.name))
         for key in keys:
             whole = self.right[key]
@@ -202,19 +212,23 @@ class Operations:
                 continue
             if key.kind == NUMBERS:
                 results = self.of_operation(key, RESULT)  # none where samples are others
-                is_wrong = not results or any(self.status(k).word == "wrong" for k in results)
+                is_wrong = not results or any(
+                    self.status(k).word not in ("right", "addends") for k in results
+                )
                 if is_wrong and self.other_numbers(key):
                     seen.add(name)
                     first, *rest = self.parts(key).values()
                     is_own |= (is_apart := not all(torch.equal(first, x) for x in rest))
                     numbers.append(name)
-                    yield Hypothesis([name], OWN if is_apart else PARTS)
+                    if not (is_shared and is_apart):
+                        yield Hypothesis([name], OWN if is_apart else PARTS)
                 continue
             status, source = self.status(key), self.sources.get(key)
             if key.kind == READ and status.word == "addends":
                 if any(self.status(k).word == "wrong" for k in self.of_operation(key, RESULT)):
                     seen.add(name)
-                    yield Hypothesis([name], OWN)
+                    if not is_shared:
+                        yield Hypothesis([name], OWN)
                 continue
             if status.word != "wrong" or (source is not None and self.status(source).word == "wrong"):
                 continue
@@ -227,12 +241,13 @@ class Operations:
                     yield Hypothesis([*reads], PARTS)
             if whole.is_floating_point() and key.kind == RESULT:
                 yield Hypothesis([name], SUM)
-            if first.shape == whole.shape and not all(torch.equal(first, x) for x in rest):
+            is_apart = not all(torch.equal(first, x) for x in rest)
+            if first.shape == whole.shape and is_apart and not is_shared:
                 own.append(name)
                 yield Hypothesis([name], OWN)
                 if len(own) > 1:
                     yield Hypothesis([*own], OWN)
-        if len(numbers) > 1:
+        if len(numbers) > 1 and not (is_own and is_shared):
             yield Hypothesis(numbers, OWN if is_own else PARTS)
 
     def other_numbers(self, key: Key) -> list[Tensor]:
@@ -316,20 +331,26 @@ class Operations:
         if not self.right[key].is_floating_point():
             return None
         place = Location(key._replace(kind=kind), found, magnitude(self.right[key]), 0.0)
-        return cause_of(kind, pattern(self.comparison, [place]))
+        relation = pattern(self.comparison, [place])
+        is_chance = relation is not None and relation.name == "scaled" and self.right[key].numel() == 1
+        return None if is_chance else cause_of(kind, relation)
 
     def _name_of_values(self, key: Key) -> str:
         whole = self.right[key]
         if whole.dtype is torch.bool:
             return "mask"
+        if key.kind == RESULT and key.name.split("|")[-1] in COUNTS:
+            return ""
         is_integral = bool((whole.double() == whole.double().round()).all())
         return "other positions" if is_integral and bool((whole != whole.flatten()[0]).any()) else ""
 
     def _explain_result(self, key: Key, how: str) -> Cause:
         operation, found = key.name.split("|")[-1], self.status(key).match
+        assert found is not None
+        if self._is_drawn(key):
+            return Cause(name := "random numbers", f"{_result(key)}: {WORDS[name]}{self._shown(found)}")
         if alone := self._computed_alone(key):
             return alone
-        assert found is not None
         reads = {k: self.status(k).word for k in self.of_operation(key, READ)}
         addends = [k for k, word in reads.items() if word == "addends"]
         others = [k for k, word in reads.items() if word in ("wrong", "no part")]
@@ -357,6 +378,13 @@ class Operations:
         name = name or "depends on the layout"
         shown = self._shown(found) if how == PARTS and name != "mask" else ""
         return Cause(name, f"{what}: {WORDS[name]}{shown}")
+
+    def _is_drawn(self, key: Key) -> bool:
+        """True if an operation draws random numbers, or reads such alone."""
+        if any(word in key.name.split("|")[-1] for word in DRAWS):
+            return True
+        reads = self.of_operation(key, READ)
+        return bool(reads) and all(k in self.sources and self._is_drawn(self.sources[k]) for k in reads)
 
     def _computed_alone(self, key: Key) -> Cause | None:
         """The cause of numbers that ranks compute from their parts of right ones, without communication."""

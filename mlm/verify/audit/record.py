@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from io import BytesIO
@@ -34,6 +34,7 @@ WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_check
 KINDS = {
     "initial": "initial weight",
     "output": "output",
+    "scalar": "scalar output",
     "loss": "loss",
     "backward": "gradient of the output",
     "gradient": "reduced gradient",
@@ -42,12 +43,14 @@ KINDS = {
     "weight": "updated weight",
 }
 """Types of recorded tensors in the order of computation, and their names."""
-OF_MODULES = ("input", "output", "backward")
-"""Types of tensors of modules; inputs serve to match calls."""
+OF_MODULES = ("input", "output", "scalar", "backward")
+"""Types of tensors of modules; inputs serve to match calls, and have item 1 where they require gradients."""
 SQUARE = "square"
 """Type of the sum of squares of a rank's own part of a reduced gradient."""
 ADDEND = "addend"
 """Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
+REACHED = "reached"
+"""Type of the gradient of a scalar, which is one of a loss."""
 DROPOUT = F.dropout
 
 
@@ -255,7 +258,7 @@ class Recorder(TorchDispatchMode):
                 self._record_gradients()
                 if subject.clip is not None:
                     self._begin("clipping")
-                    self._keep("norm", "norm", torch.as_tensor(subject.clip()))
+                    self._keep("norm", "norm", subject.clip())
                     for name, grad in self._gradients():  # Adam would hide a wrong scale
                         self._keep("clipped", name, whole(grad))
                 if subject.optimizer is not None:
@@ -297,9 +300,10 @@ class Recorder(TorchDispatchMode):
             self.micro, self.calls[name, -1] = self.calls[name, -1], self.calls[name, -1] + 1
         self.where.append(name or "the whole module")
         self.note(f"forward of {self.where[-1]}")
-        batch = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        batch = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
         if self._is_recorded and batch:
-            self._keep("input", name, batch[0], self.calls[name, self.micro])
+            call = self.calls[name, self.micro]
+            self._keep("input", name, batch[0], call, int(batch[0].requires_grad))
 
     def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
         self.where.pop()
@@ -307,14 +311,17 @@ class Recorder(TorchDispatchMode):
             return
         call = self.calls[name, self.micro]
         self.calls[name, self.micro] += 1
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        floats = (t for t in tensors if t.is_floating_point() and t.ndim)
-        # a leaf is a parameter that a module returns, as Megatron's layers do with biases
-        activations = (t for t in floats if not (t.is_leaf and t.requires_grad))
-        for item, tensor in enumerate(activations):
-            key = self._keep("output", name, tensor, call, item)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, key._replace(kind="backward")))
+        counts = {"scalar": 0, "output": 0}
+        for leaf in leaves_of(output):
+            is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            # a leaf is a parameter that a module returns, as Megatron's layers do with biases
+            if type(leaf) is float or (is_tensor and not (leaf.is_leaf and leaf.requires_grad)):
+                kind = "output" if is_tensor and leaf.ndim else "scalar"
+                key = self._keep(kind, name, leaf, call, counts[kind])
+                counts[kind] += 1
+                if is_tensor and leaf.requires_grad:
+                    after = "backward" if leaf.ndim else REACHED
+                    leaf.register_hook(partial(self._on_gradient, key._replace(kind=after)))
 
     @property
     def _is_recorded(self) -> bool:
@@ -322,16 +329,30 @@ class Recorder(TorchDispatchMode):
         return self.step >= 0 and torch._C._current_graph_task_id() == -1
 
     def _on_gradient(self, key: Key, grad: Tensor) -> None:
-        self.record.tensors[key] = local(grad)
+        self._keep(key.kind, key.name, grad, key.call, key.item, key.micro)
 
     def _on_addend(self, name: str, grad: Tensor) -> None:
         if self.step >= 0:
             self._keep(ADDEND, name, grad, self.calls[name, ADDEND])
             self.calls[name, ADDEND] += 1
 
-    def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> Key:
-        key = Key(self.step, kind, name, call, item, self.micro if kind in OF_MODULES else 0)
-        self.record.tensors[key] = local(tensor)
+    def _keep(
+        self,
+        kind: str,
+        name: str,
+        tensor: Tensor | float,
+        call: int = 0,
+        item: int = 0,
+        micro: int | None = None,
+    ) -> Key:
+        own = self.micro if kind in OF_MODULES else 0
+        key = Key(self.step, kind, name, call, item, own if micro is None else micro)
+        run, self.call = (
+            self.call,
+            lambda func, args, kwargs: func(*args, **kwargs),
+        )  # no operation of the step
+        self.record.tensors[key] = local(torch.as_tensor(tensor))
+        self.call = run
         return key
 
     def _record_parameters(self, kind: str) -> None:
@@ -382,6 +403,13 @@ class Recorder(TorchDispatchMode):
             name = self.where[-1] if self.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Leaves of tuples, mappings and dataclasses."""
+    for leaf in tree_leaves(tree):
+        is_object = is_dataclass(leaf) and not isinstance(leaf, type)
+        yield from leaves_of([getattr(leaf, f.name) for f in fields(leaf)]) if is_object else (leaf,)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -5,24 +5,26 @@ ranks have are the cause.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mlm.verify.audit.compare import Comparison, Location, Ranks, combine_losses, magnitude
-from mlm.verify.audit.operations import OWN, PARTS, Operations, Tensors
+from mlm.verify.audit.compare import Comparison, Location, Ranks, combined, magnitude
+from mlm.verify.audit.operations import OWN, PARTS, Operations, Tensors, Traced
 from mlm.verify.audit.parts import Coordinates, difference, match, region, unscaled
 from mlm.verify.audit.patterns import FIT
 from mlm.verify.audit.record import Cause, Key, Recorder
-from mlm.verify.audit.trace import NUMBERS, READ, State, advance, trace
+from mlm.verify.audit.trace import NUMBERS, READ, RESULT, State, advance, trace
 
-MOST_TRIED = 60
+PHASES = ("step", "forward", "loss", "backward")
+"""Places of operations of no module."""
 MOST_STEPS = 40
 """Limit of the search in processor time: traced steps of one process."""
 MARGIN = 0.1
@@ -31,7 +33,7 @@ MARGIN = 0.1
 
 def find_operation(recorder: Recorder, comparison: Comparison, place: Location, ranks: Ranks) -> None:
     """Record as a cause the first numbers of ranks that give their wrong tensor on one process."""
-    traced = {at[1:]: record.tensors for at, record in ranks.items() if at[0] == place.stage}
+    traced: Traced = {at[1:]: record.tensors for at, record in ranks.items() if at[0] == place.stage}
     advance(recorder, place.key.step)
     state, record, note, start = State(recorder), recorder.record, recorder.note, time.process_time()
     sources = trace(recorder, place).sources
@@ -44,51 +46,79 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
     if kind == "output" and (cause := _another_layer(recorder, state, comparison, place)) is not None:
         record.causes.append(cause)
         return
-    # where micro-batches hold other samples, constants are compared alone, and outputs by their rows
-    keys = [{k for k in own if k.kind == kind} for own in (right, *traced.values())]
-    is_moved = kind != "weight" and any(own != keys[0] for own in keys)
-    if is_moved:
-        if kind != "output" or comparison.layout["tp"] * comparison.layout["cp"] > 1:
+    micro = [{k.micro for k in own if k.kind == "input"} for own in (right, *traced.values())]
+    is_of_stage = kind in ("loss", "weight") and comparison.replicas == 1
+    if any(own != micro[0] for own in micro) and not is_of_stage:
+        traced = by_samples(right, traced)
+        if not traced or not all(wrong & {*own} for own in traced.values()):
             return
-        right = {k: x for k, x in right.items() if k.kind == NUMBERS or (k.kind == READ and k not in sources)}
-        first = {k: k._replace(micro=0) for k in right}
-        traced = {at: own | {k: own[f] for k, f in first.items() if f in own} for at, own in traced.items()}
     operations = Operations(comparison, right, sources, traced)
     # what is right must not pass for what is wrong, as a loss between those of replicas would
     blind = {
         how
         for how, count in ((PARTS, 1), (OWN, len(traced)))
-        if not is_moved
-        and all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
+        if all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
     }
-    for number, hypothesis in enumerate(islice(operations.hypotheses(), MOST_TRIED)):
+    for number, hypothesis in enumerate(operations.hypotheses(place.key)):
         if time.process_time() > limit:
             record.given_up = number
             return
-        recorder.note = partial(_note, note, f"cause {number + 1}: ")
+        recorder.note = lambda text, head=f"cause {number + 1}: ": note(head + text)  # type: ignore[misc]
         if (OWN if hypothesis.how == OWN else PARTS) in blind:
             continue
         is_cause = False
         with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
+            own = {at: operations.values(hypothesis, at) for at in traced}
+            if hypothesis.how != OWN:
+                own = dict([*own.items()][:1])
+            if not all(own.values()):
+                continue
             runs: dict[Coordinates, Tensors] = {}
-            for at in [*traced][: None if hypothesis.how == OWN else 1]:
+            for at, values in own.items():
                 state.restore()
-                trace(recorder, place, operations.values(hypothesis, at))
+                trace(recorder, place, values)
                 runs[at] = dict(record.tensors)
-            if is_moved:
-                is_cause = all(
-                    _has_rows(_joined(runs.get(at, next(iter(runs.values()))), kind), _joined(own, kind))
-                    for at, own in traced.items()
-                )
-            else:
-                is_cause = all(_is_found(operations, place, k, runs) for k in wrong)
+            is_cause = all(_is_found(operations, place, k, runs) for k in wrong)
         if is_cause:
             record.causes.append(operations.explain(hypothesis))
             return
 
 
-def _note(note: Callable[[str], None], head: str, text: str) -> None:
-    note(head + text)
+def by_samples(right: Tensors, traced: Mapping[Coordinates, Tensors]) -> Traced:
+    """Operations of replicas as those of one, under the micro-batches of one process that have their inputs.
+
+    Empty where these are others. What is computed outside of modules is of a micro-batch by the number of its
+    call, if it is called as often in each.
+    """
+    first = next(k for k in right if k.kind == "input")
+    whole = {k.micro: x for k, x in right.items() if k[:5] == first[:5]}
+    counts = [Counter(k._replace(call=0) for k in own if is_outside(k)) for own in (right, *traced.values())]
+    joined: dict[Coordinates, dict[Key, Tensor]] = {}
+    lost: set[tuple[Coordinates, Key]] = set()
+    for count, (at, own) in zip(counts[1:], traced.items(), strict=True):
+        inputs = {k.micro: x for k, x in own.items() if k[:5] == first[:5]}
+        same = {m: [n for n, y in whole.items() if torch.equal(x, y)] for m, x in inputs.items()}
+        if not inputs or any(len(found) != 1 for found in same.values()):
+            return {}
+        union = joined.setdefault((0, *at[1:]), {})
+        for key, x in own.items():
+            all_calls = key._replace(call=0)
+            calls, share = count[all_calls] // len(inputs), counts[0][all_calls] / len(whole)
+            if not is_outside(key):
+                key = key if key.kind == "loss" else key._replace(micro=same[key.micro][0])
+            elif calls == share:
+                key = key._replace(call=same[key.call // calls][0] * calls + key.call % calls)
+            if not torch.equal(union.setdefault(key, x), x):
+                lost.add(((0, *at[1:]), key))
+    for at, key in lost:
+        del joined[at][key]
+    is_whole = all({k.micro for k in own if k[:5] == first[:5]} == {*whole} for own in joined.values())
+    return dict(joined) if is_whole else {}
+
+
+def is_outside(key: Key) -> bool:
+    """True for an operation of no module, whose keys do not name a micro-batch."""
+    return key.kind in (READ, RESULT, NUMBERS) and key.name.split("|")[0] in PHASES
 
 
 def _another_layer(recorder: Recorder, state: State, comparison: Comparison, place: Location) -> Cause | None:
@@ -156,6 +186,10 @@ def _is_found(operations: Operations, place: Location, key: Key, runs: Mapping[C
         return found is not None and found.error <= bound
     if key.kind == "weight":
         return comparison._parameter(key, whole, place.stage, parts).error <= bound
-    parts = combine_losses(parts, whole) if key.kind == "loss" and comparison.replicas > 1 else parts
+    if key.kind in ("loss", "scalar"):  # a mean with other weights could be anything
+        sums = [[*own.values()] for own in combined(parts)]
+        means = (torch.stack(own).mean(0) for own in sums)
+        every = [torch.stack(own) for own in sums] + [x[None] for x in means]
+        return any(difference(x, whole.expand_as(x)) <= bound for x in every)
     found = comparison._activation(key, parts, whole, bound)
     return found is not None and found.error <= bound

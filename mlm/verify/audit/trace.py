@@ -96,7 +96,8 @@ class Tracer:
             return target.kind == "backward" and target not in recorder.record.tensors
         if target.kind == "loss" and (recorder.phase == "backward" or target in recorder.record.tensors):
             return False
-        is_left = target._replace(kind="output", micro=recorder.micro) in recorder.record.tensors
+        kind = "scalar" if target.kind == "scalar" else "output"
+        is_left = target._replace(kind=kind, micro=recorder.micro) in recorder.record.tensors
         return is_left == (target.kind == "backward")
 
     def _place(self) -> str:
@@ -217,7 +218,8 @@ def trace(recorder: Recorder, place: Location, patches: Mapping[Key, Tensor] | N
     """Run the step of a wrong tensor; record operations before it, and the tensor or all weights."""
     recorder.calls.clear()
     recorder.record.tensors.clear()
-    tracer = Tracer(recorder, place.key._replace(call=0, item=0), patches)
+    item = place.key.item if place.key.kind == "scalar" else 0
+    tracer = Tracer(recorder, place.key._replace(call=0, item=item), patches)
     recorder.call = tracer.run
     try:
         recorder._run_step(has_update=place.key.kind in ("gradient", "weight"))
@@ -225,8 +227,9 @@ def trace(recorder: Recorder, place: Location, patches: Mapping[Key, Tensor] | N
         for x, value in reversed(tracer.changed):
             x.copy_(value)
     size = 2 if place.key.kind == "weight" else 5
-    results = {k: x for k, x in recorder.record.tensors.items() if k[:size] == place.key[:size]}
-    recorder.record.tensors = tracer.kept | results
+    kept = {k: x for k, x in recorder.record.tensors.items() if k[:size] == place.key[:size]}
+    inputs = {k: x for k, x in recorder.record.tensors.items() if k.kind == "input"}
+    recorder.record.tensors = tracer.kept | inputs | kept
     return tracer
 
 
