@@ -40,8 +40,6 @@ SPREADS = 3.0
 LAYOUT_ONLY = 64 * EPS["fp32"]
 """Rounding of a tensor where a layout alone computes in float32, as buckets of gradients do."""
 
-ENDS = ("loss", "backward", "gradient")
-"""Types of tensors that are wrong after a scalar."""
 UNMOVED = 1e-30
 """Unit of weights of which none moves on one process."""
 
@@ -147,7 +145,7 @@ class Comparison:
         Scalars that modules return are none unless the loss, or a gradient, is wrong and depends on them.
         """
         places = [place for place in self.locations if place.is_wrong]
-        ends = {p.key.step for p in places if p.key.kind in ENDS}
+        ends = {p.key.step for p in places if p.key.kind in ("loss", "backward", "gradient")}
         reached = {key._replace(kind="scalar") for key in self.reference.tensors if key.kind == REACHED}
         return [p for p in places if p.key.kind != "scalar" or (p.key.step in ends and p.key in reached)]
 

@@ -135,13 +135,11 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
         dtype, why = torch.float32, f"in float32, since {error}: "
         outcomes = [audit_layout(build, layout, config, dtype)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    try:
+    with suppress(KeyboardInterrupt):  # what was found until then is reported
         for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
             if not outcomes[-1].sentence.endswith(STOPPED):
                 with suppress(UserError):  # of code that needs several axes
                     outcomes.append(audit_layout(build, each, config, dtype))
-    except KeyboardInterrupt:
-        pass  # what was found until then is reported
     outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
     return sorted(
         outcomes,

@@ -321,39 +321,28 @@ class Recorder(TorchDispatchMode):
                 counts[kind] += 1
                 if is_tensor and leaf.requires_grad:
                     after = "backward" if leaf.ndim else REACHED
-                    leaf.register_hook(partial(self._on_gradient, key._replace(kind=after)))
+                    leaf.register_hook(partial(self._store, key._replace(kind=after)))
 
     @property
     def _is_recorded(self) -> bool:
         """True outside of recomputation, and of the step that is about masks."""
         return self.step >= 0 and torch._C._current_graph_task_id() == -1
 
-    def _on_gradient(self, key: Key, grad: Tensor) -> None:
-        self._keep(key.kind, key.name, grad, key.call, key.item, key.micro)
-
     def _on_addend(self, name: str, grad: Tensor) -> None:
         if self.step >= 0:
             self._keep(ADDEND, name, grad, self.calls[name, ADDEND])
             self.calls[name, ADDEND] += 1
 
-    def _keep(
-        self,
-        kind: str,
-        name: str,
-        tensor: Tensor | float,
-        call: int = 0,
-        item: int = 0,
-        micro: int | None = None,
-    ) -> Key:
-        own = self.micro if kind in OF_MODULES else 0
-        key = Key(self.step, kind, name, call, item, own if micro is None else micro)
-        run, self.call = (
-            self.call,
-            lambda func, args, kwargs: func(*args, **kwargs),
-        )  # no operation of the step
-        self.record.tensors[key] = local(torch.as_tensor(tensor))
-        self.call = run
+    def _keep(self, kind: str, name: str, tensor: Tensor | float, call: int = 0, item: int = 0) -> Key:
+        key = Key(self.step, kind, name, call, item, self.micro if kind in OF_MODULES else 0)
+        self._store(key, tensor)
         return key
+
+    def _store(self, key: Key, tensor: Tensor | float) -> None:
+        """Record a copy, which no tracer takes for an operation of the step."""
+        call, self.call = self.call, lambda func, args, kwargs: func(*args, **kwargs)
+        self.record.tensors[key] = local(torch.as_tensor(tensor))
+        self.call = call
 
     def _record_parameters(self, kind: str) -> None:
         for name, parameter in self.parameters.items():

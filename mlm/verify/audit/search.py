@@ -47,8 +47,8 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         record.causes.append(cause)
         return
     micro = [{k.micro for k in own if k.kind == "input"} for own in (right, *traced.values())]
-    is_of_stage = kind in ("loss", "weight") and comparison.replicas == 1
-    if any(own != micro[0] for own in micro) and not is_of_stage:
+    is_of_step = kind in ("gradient", "weight") or (kind == "loss" and comparison.replicas == 1)
+    if any(own != micro[0] for own in micro) and not is_of_step:
         traced = by_samples(right, traced)
         if not traced or not all(wrong & {*own} for own in traced.values()):
             return
