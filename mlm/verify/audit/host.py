@@ -185,20 +185,8 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
     found = diagnose(comparison)
-    try:
-        for place in () if found is None else places_to_trace(comparison, found):
-            with suppress(UserError):
-                traced = run(layout, task=partial(trace_rank, place=place)).wait()
-                task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
-                (record,) = run(ones, weights_of=source, task=task).wait().values()
-                comparison.operation = next(iter(record.causes), None)
-                found, limit = diagnose(comparison), "the search ended at its limit of time, after"
-                if record.given_up is not None:
-                    found = found and found.with_note(f"{limit} {record.given_up} tries")
-                if comparison.operation is not None:
-                    break
-    except KeyboardInterrupt:
-        found = found and found.with_note(STOPPED)
+    if found is not None:
+        found = explain(comparison, found, run, source)
     return Outcome(
         dict(layout),
         found,
@@ -212,6 +200,27 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
         comparison.precision,
         comparison.rounding,
     )
+
+
+def explain(
+    comparison: Comparison, found: Finding, run: Callable[..., "World"], source: "World | None"
+) -> Finding:
+    """The finding with the operation that is its cause, where one is found."""
+    try:
+        for place in places_to_trace(comparison, found):
+            with suppress(UserError):
+                traced = run(comparison.layout, task=partial(trace_rank, place=place)).wait()
+                task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
+                (record,) = run(dict.fromkeys(AXES, 1), weights_of=source, task=task).wait().values()
+                comparison.operation = next(iter(record.causes), None)
+                found, tries = diagnose(comparison) or found, record.given_up
+                if tries is not None:
+                    found = found.with_note(f"the search ended at its limit of time, after {tries} tries")
+                if comparison.operation is not None:
+                    break
+    except KeyboardInterrupt:
+        return found.with_note(STOPPED)
+    return found
 
 
 def places_to_trace(comparison: Comparison, found: Finding) -> list[Location]:
