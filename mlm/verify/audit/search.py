@@ -6,7 +6,7 @@ ranks have are the cause.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mlm.verify.audit.compare import Comparison, Location, Ranks, combined, magnitude
-from mlm.verify.audit.operations import OWN, PARTS, Operations, Tensors, Traced
+from mlm.verify.audit.operations import OWN, PARTS, Hypothesis, Operations, Tensors, Traced
 from mlm.verify.audit.parts import Coordinates, difference, match, region, unscaled
 from mlm.verify.audit.patterns import FIT
 from mlm.verify.audit.record import Cause, Key, Recorder
@@ -59,6 +59,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         for how, count in ((PARTS, 1), (OWN, len(traced)))
         if all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
     }
+    gives = partial(predicts, recorder, operations, state, place, wrong)
     for number, hypothesis in enumerate(operations.hypotheses(place.key)):
         if time.process_time() > limit:
             record.given_up = number
@@ -66,22 +67,33 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         recorder.note = lambda text, head=f"cause {number + 1}: ": note(head + text)  # type: ignore[misc]
         if (OWN if hypothesis.how == OWN else PARTS) in blind:
             continue
-        is_cause = False
-        with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
-            own = {at: operations.values(hypothesis, at) for at in traced}
-            if hypothesis.how != OWN:
-                own = dict([*own.items()][:1])
-            if not all(own.values()):
-                continue
-            runs: dict[Coordinates, Tensors] = {}
-            for at, values in own.items():
-                state.restore()
-                trace(recorder, place, values)
-                runs[at] = dict(record.tensors)
-            is_cause = all(_is_found(operations, place, k, runs) for k in wrong)
-        if is_cause:
+        if gives(hypothesis):
+            # of several, those before the first that is needed are none of it
+            while hypothesis.names[1:] and gives(rest := hypothesis._replace(names=hypothesis.names[1:])):
+                hypothesis = rest
             record.causes.append(operations.explain(hypothesis))
             return
+
+
+def predicts(
+    recorder: Recorder,
+    operations: Operations,
+    state: State,
+    place: Location,
+    wrong: Collection[Key],
+    hypothesis: Hypothesis,
+) -> bool:
+    """True if one process with the numbers of a hypothesis gives what ranks have."""
+    ranks = [*operations.traced][: None if hypothesis.how == OWN else 1]
+    own = {at: operations.values(hypothesis, at) for at in ranks}
+    runs: dict[Coordinates, Tensors] = {}
+    with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
+        for at, values in own.items() if all(own.values()) else ():
+            state.restore()
+            trace(recorder, place, values)
+            runs[at] = dict(recorder.record.tensors)
+        return bool(runs) and all(_is_found(operations, place, k, runs) for k in wrong)
+    return False
 
 
 def by_samples(right: Tensors, traced: Mapping[Coordinates, Tensors]) -> Traced:
