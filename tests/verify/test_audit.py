@@ -140,7 +140,7 @@ def test_audit_names_the_place_and_the_cause(
                 "seed",
                 "embedding",
                 "other samples",
-                "2 of 2 samples that dp rank 1 reads are none of one process",
+                "2 of 2 samples of dp rank 1 occur nowhere on one process",
             ),
             ("micro_seed", "embedding", "other samples", "look at seeds and samplers"),
             ("micro_depth_local", "mixture.router", "random numbers", "the result of rand"),

@@ -113,7 +113,7 @@ def _explain_inputs(whole: Tensor, inputs: Parts, layout: Layout) -> Cause | Non
     if nowhere and missing:
         at, count = nowhere[0], len(same[nowhere[0]])
         why = (
-            f"{count - len(ids[at])} of {count} samples that dp rank {at[0]} reads are none of one process: "
+            f"{count - len(ids[at])} of {count} samples of dp rank {at[0]} occur nowhere on one process: "
             "look at seeds and samplers that depend on the rank, and at what changes samples before a module"
         )
     elif apart and not nowhere:
@@ -184,7 +184,7 @@ def match_step(
 
 
 def scalars(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> tuple[Tensor, Parts] | None:
-    """Scalars of each micro-batch, sorted where replicas have others; None for another number of these."""
+    """Scalars by micro-batch, sorted where replicas run different ones; None if their numbers differ."""
     full, *each = (torch.stack([*own.values()]) for own in (whole, *parts.values()))
     own = dict(zip(parts, each, strict=True))
     if {len(x) for x in each} == {len(full)}:

@@ -142,7 +142,7 @@ class Comparison:
     def wrong(self) -> list[Location]:
         """Places beyond the tolerance; the first is the first computed.
 
-        Scalars that modules return are none unless the loss, or a gradient, is wrong and depends on them.
+        Scalars that modules return count if the loss depends on them, and it or a gradient is wrong.
         """
         places = [place for place in self.locations if place.is_wrong]
         ends = {p.key.step for p in places if p.key.kind in ("loss", "backward", "gradient")}

@@ -56,8 +56,8 @@ WORDS = {
     "and at which labels count",
     "local statistics": "a statistic is of a rank's part in place of all; reduce it over ranks",
     "another constant": "look at what fills or updates it, and at which rank's part it is",
-    "random numbers": "ranks draw other numbers than one process; seed by what they are for, as a sample or "
-    "a layer, and not by a rank or a count within it",
+    "random numbers": "ranks draw other random numbers than one process; seed them by sample or layer, not "
+    "by rank or by a count within a rank",
     "bias added on every rank": "each rank adds the same row to its addend; add it once, after the sum",
     "wrong sum": "ranks' results add up to another tensor; look at what each adds beside its part, "
     "such as a residual, or rows of others, "
@@ -196,7 +196,7 @@ class Operations:
     def hypotheses(self, target: Key) -> Iterator[Hypothesis]:
         """Numbers that are not one process's, in order, and how these take its place.
 
-        Of a loss that replicas have parts of, each rank's own numbers say nothing: they are other parts.
+        Each rank's own numbers, or their sum, do not explain a loss over replicas: they are of other samples.
         """
         seen, own, reads, numbers, is_own = set[Name](), list[Name](), list[Name](), list[Name](), False
         followed, keys = self._followed(), [*self.right]
@@ -239,7 +239,7 @@ class Operations:
                 reads.append(name)
                 if len(reads) > 1:
                     yield Hypothesis([*reads], PARTS)
-            if whole.is_floating_point() and key.kind == RESULT:
+            if whole.is_floating_point() and key.kind == RESULT and not is_shared:
                 yield Hypothesis([name], SUM)
             is_apart = not all(torch.equal(first, x) for x in rest)
             if first.shape == whole.shape and is_apart and not is_shared:

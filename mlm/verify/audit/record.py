@@ -50,7 +50,7 @@ SQUARE = "square"
 ADDEND = "addend"
 """Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
 REACHED = "reached"
-"""Type of the gradient of a scalar, which is one of a loss."""
+"""Type of a scalar's gradient: the loss depends on it."""
 DROPOUT = F.dropout
 
 

@@ -68,7 +68,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         if (OWN if hypothesis.how == OWN else PARTS) in blind:
             continue
         if gives(hypothesis):
-            # of several, those before the first that is needed are none of it
+            # the first name is the one reported: drop those that the prediction does not need
             while hypothesis.names[1:] and gives(rest := hypothesis._replace(names=hypothesis.names[1:])):
                 hypothesis = rest
             record.causes.append(operations.explain(hypothesis))
@@ -97,10 +97,9 @@ def predicts(
 
 
 def by_samples(right: Tensors, traced: Mapping[Coordinates, Tensors]) -> Traced:
-    """Operations of replicas as those of one, under the micro-batches of one process that have their inputs.
+    """Join the operations of replicas, under the micro-batches of one process that have the same input.
 
-    Empty where these are others. What is computed outside of modules is of a micro-batch by the number of its
-    call, if it is called as often in each.
+    Empty if one has none. Operations outside modules belong to a micro-batch by the number of their call.
     """
     first = next(k for k in right if k.kind == "input")
     whole = {k.micro: x for k, x in right.items() if k[:5] == first[:5]}

@@ -227,9 +227,9 @@ def trace(recorder: Recorder, place: Location, patches: Mapping[Key, Tensor] | N
         for x, value in reversed(tracer.changed):
             x.copy_(value)
     size = 2 if place.key.kind == "weight" else 5
-    kept = {k: x for k, x in recorder.record.tensors.items() if k[:size] == place.key[:size]}
-    inputs = {k: x for k, x in recorder.record.tensors.items() if k.kind == "input"}
-    recorder.record.tensors = tracer.kept | inputs | kept
+    others = recorder.record.tensors.items()
+    kept = {k: x for k, x in others if k.kind == "input" or k[:size] == place.key[:size]}
+    recorder.record.tensors = tracer.kept | kept
     return tracer
 
 
