@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mlm.config.fields import Role, path_argument
 from mlm.convert.huggingface.export import export_model, export_problems
-from mlm.convert.huggingface.importing import import_model, import_problems
+from mlm.convert.huggingface.importing import import_adapters, import_model, import_problems, is_adapter
 from mlm.convert.source import NoTokenizerError, open_checkpoint
 from mlm.data.chat_template import ChatError
 from mlm.data.chat_tokens import encode_prompt, end_of_turn_tokens
@@ -369,23 +369,36 @@ class Model:
 
 
 def import_hf(
-    source: str | Path, out: str | Path, *, revision: str | None = None, verify: bool = True
+    source: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    revision: str | None = None,
+    verify: bool = True,
 ) -> Path:
     """Write a Hugging Face model as a run directory, as `mlm import hf` does; return the directory.
 
     Args:
-        source: Folder with config.json and model.safetensors, or the id of a model on the Hub.
+        source: Folder with config.json and model.safetensors, or with adapters that `peft` wrote, or the id
+            of a model on the Hub.
         out: Run directory to write, a new folder.
+        base: Model that adapters were trained on; None takes the one that their folder names.
         revision: Branch, tag or commit on the Hub.
-        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ. Those of
+            adapters are not compared.
 
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
     """
     source, out = path_argument("source", source), path_argument("out", out, Role.FOLDER)
-    if problems := [*import_problems(source, out, revision), *extra_problems(verify)]:
+    named_base, holds_adapters = None if base is None else path_argument("base", base), is_adapter(source)
+    is_compared = verify and not holds_adapters
+    if problems := [*import_problems(source, out, revision, named_base), *extra_problems(is_compared)]:
         raise ConfigError(problems)
-    import_model(source, Path(out), revision=revision, compare=compare_logits if verify else None)
+    if holds_adapters:
+        import_adapters(Path(source), Path(out), base=named_base)
+    else:
+        import_model(source, Path(out), revision=revision, compare=compare_logits if verify else None)
     return Path(out)
 
 

@@ -74,7 +74,7 @@ SURFACE = {
     "parameter_shards": "(model, tp)",
     "scale_gradients": "(shards, factor)",
     "set_lr": "(optimizer, lr)",
-    "import_hf": "(source, out, *, revision=None, verify=True)",
+    "import_hf": "(source, out, *, base=None, revision=None, verify=True)",
     "linear_cross_entropy": "(hidden, labels, table, scale, chunk_bytes=None)",
     "load": ("(ckpt, *, tp=1, pp=1, precision='fp32', device='auto', tokenizer=None, ctx=None)"),
     "reduce_from_tp": "(x, axis)",

@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from mlm.api import export_hf
+from mlm.api import export_hf, import_hf
 from mlm.convert.source import open_source
 from mlm.finetune import training
 from mlm.inference.trained import load_trained
@@ -102,6 +102,14 @@ def test_adapters_that_peft_wrote_are_imported(folder: Path, tmp_path: Path, cas
     torch.testing.assert_close(ours(import_model(tmp_path / "peft", tmp_path / "run")), want)
     export_hf(tmp_path / "run", tmp_path / "again")
     torch.testing.assert_close(theirs(folder / "llama", tmp_path / "again"), want)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_python_imports_adapters_as_the_command_does(folder: Path, tmp_path: Path, named: bool) -> None:
+    base = shutil.copytree(folder / "llama", tmp_path / "base") if named else None
+    run = import_hf(folder / "out-peft", tmp_path / "run", base=base)
+    torch.testing.assert_close(ours(run), ours(folder / "out"))
+    assert open_source(str(run)).base.path == (base or folder / "llama")
 
 
 def test_adapter_of_a_fused_weight_is_imported(tmp_path: Path) -> None:
