@@ -29,7 +29,15 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.huggingface.families import layer_names
-from mlm.convert.huggingface.folder import CONFIG, fetch, ids_to_keep, model_name, read_model, read_tokenizer
+from mlm.convert.huggingface.folder import (
+    ADAPTER,
+    CONFIG,
+    fetch,
+    ids_to_keep,
+    model_name,
+    read_model,
+    read_tokenizer,
+)
 from mlm.convert.huggingface.mapping import TOKEN_IDS, Note
 from mlm.convert.huggingface.model_card import card_facts
 from mlm.convert.huggingface.tensors import HFTensors
@@ -66,7 +74,7 @@ def open_source(name: str, tokenizer: Tokenizer | None = None) -> "Source":
     folder, repository = Path(name), hub_id(name)
     if folder.exists():
         # A folder that holds checkpoints of mlm is no model folder, whatever else is in it.
-        is_model = folder.is_dir() and (folder / CONFIG).is_file() and not is_ours(name)
+        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER)) and not is_ours(name)
         return ModelFolder(folder, tokenizer, repository) if is_model else open_checkpoint(name, tokenizer)
     if repository is not None:
         return ModelFolder(fetch(repository, None, "ckpt"), tokenizer, repository)

@@ -1,6 +1,7 @@
 """`mlm import hf`: the same model as `transformers` has, whole or not at all."""
 
 import json
+import shutil
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -279,3 +280,24 @@ class TestHub:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         with pytest.raises(UserError, match="model_type=phimoe"):
             import_model(self.ID, tmp_path / "run", verify=False)
+
+    @pytest.mark.parametrize("removed", ["config.json", None])
+    def test_adapters_of_the_hub_are_named_before_any_weights_are_fetched(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str | None
+    ) -> None:
+        """Alone or beside their base, whose weights transformers would change by them."""
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / (removed or "generation_config.json")).unlink()
+
+        def download(repo: str, allow_patterns: list[str], **_: Any) -> str:
+            copy = tmp_path / "fetched"
+            copy.mkdir()
+            for path in folder.iterdir():
+                if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
+                    shutil.copy(path, copy)
+            return str(copy)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises(UserError, match=r"adapter_config.json: holds an adapter.* hf download"):
+            import_model(self.ID, tmp_path / "run", verify=False)
+        assert not (tmp_path / "fetched/model.safetensors").exists()

@@ -35,6 +35,7 @@ from mlm.util.extras import go_offline_without_hub
 from mlm.util.files import parse_json, read_bounded
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
@@ -42,7 +43,7 @@ TOKENIZER = (
 )
 """Files of tokenizers; the last but one is read if there is no tokenizer.json."""
 SMALL_FILES = (
-    *(CONFIG, INDEX, *TOKENIZER, "generation_config.json"),
+    *(CONFIG, ADAPTER, INDEX, *TOKENIZER, "generation_config.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
 """All files that are read in addition to the tensors."""
@@ -51,7 +52,6 @@ EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
 TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the tensors to fetch from the Hub: no pickle, no code."""
 EXTRA = "pip install 'mlm[hf]'"
-ADAPTER = "adapter_config.json"
 MAX_BYTES = {CONFIG: 1 << 20, ADAPTER: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -151,12 +151,12 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
-    raw, path = read_json(folder, CONFIG), str(folder / CONFIG)
     if find_file(folder, ADAPTER):
         raise UserError(
-            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Import it "
-            f"(mlm import hf), and name that run"
+            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Import the folder "
+            "(mlm import hf; of a Hub id, what hf download ID --local-dir FOLDER writes), and name that run"
         )
+    raw, path = read_json(folder, CONFIG), str(folder / CONFIG)
     mappings = [mapping_of_kind(kind) for kind in KINDS]
     by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
     mapping = by_type.get(str(raw.get("model_type")))
