@@ -17,7 +17,7 @@ from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp.metadata import COPY_AGAIN, StoredPiece, StoredTensor
 from mlm.convert.dcp.unpickled import DAMAGES, PickleError, check_archive, read_archive
-from mlm.util.errors import CorruptFileError, reading_from
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
 from mlm.util.terminal import one_line
 
@@ -55,11 +55,14 @@ class DCPReader:
                 if stored.form != Form(tensor.dtype, piece.region.size):
                     listed = f"{tensor.dtype} {list(piece.region.size)}"
                     raise PickleError(f"is not of {listed}, as .metadata lists it")
+            except UserError:  # which is a ValueError, as damages are
+                raise
             except (*DAMAGES, OSError) as error:
                 raise self._damaged(name, piece, str(error)) from error
             stored = stored._replace(begin=piece.begin + stored.begin)
             f = self._file(piece.file)
-            copy_region(f, stored, common, piece.region, target[common.within(region)])
+            with reading_from(self.folder / piece.file, COPY_AGAIN):
+                copy_region(f, stored, common, piece.region, target[common.within(region)])
         return target
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> dict[str, str]:
@@ -68,6 +71,8 @@ class DCPReader:
             for piece in tensor.pieces:
                 try:
                     check_archive(self._item(piece))
+                except UserError:
+                    raise
                 except (*DAMAGES, OSError) as error:
                     raise self._damaged(name, piece, str(error)) from error
         with reading_from(self.folder, COPY_AGAIN):
@@ -113,6 +118,7 @@ class _FileView(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self.f.seek(self.begin + self.position)
         left = max(0, self.length - self.position)
-        count = int(self.f.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
+        with reading_from(Path(self.f.name), COPY_AGAIN):  # an OSError would be a damage to zipfile
+            count = int(self.f.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
         self.position += count
         return count

@@ -1,5 +1,6 @@
 """Folders of DCP made by an adversary: one line each, and nothing of them is run."""
 
+import errno
 import io
 import os
 import pickle
@@ -259,3 +260,32 @@ def test_metadata_beyond_the_limit_is_not_read(folder: Path) -> None:
     with open(folder / ".metadata", "r+b") as f:
         f.truncate(MAX_METADATA_BYTES + 1)
     assert_one_line(folder, "is the limit")
+
+
+class FailingDisk(io.BytesIO):
+    """A file whose bytes the disk does not return."""
+
+    def __init__(self, path: Path, reads: int) -> None:
+        super().__init__(path.read_bytes())
+        self.name, self.reads = str(path), reads
+
+    def readinto(self, buffer: Any) -> int:
+        self.reads -= 1
+        if self.reads < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("reads", [None, 0, 7])
+def test_file_that_cannot_be_read_is_not_called_damaged(folder: Path, reads: int | None) -> None:
+    """It is gone, or the disk fails at its archive, or at the numbers of a tensor."""
+    reader = DCPReader(folder, read_metadata(folder, lambda name: name == "a"))
+    (file,) = reader.files
+    if reads is None:
+        (folder / file).unlink()
+    else:
+        reader._open[file] = FailingDisk(folder / file, reads)
+    for call in (lambda: reader.read("a", Region.whole((4, 3))), reader.verify):
+        with pytest.raises(UserError, match=rf"{file}: cannot be read: .*Copy the whole") as raised:
+            call()
+        assert type(raised.value) is UserError
