@@ -135,11 +135,12 @@ def new_folder(out: Path, count: int, kind: str = "run", journal: Journal | None
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with single_writer(work):
-            folder, is_kept = work / final.name, False
+            folder, is_kept = work / final.name, (work / JOURNAL).is_file()
             try:
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 complete = journal.open(work, folder) if journal else 0
+                is_kept = False
                 check_space(final.parent, count - complete, f"out={out}")
                 if not complete:
                     delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
@@ -151,7 +152,7 @@ def new_folder(out: Path, count: int, kind: str = "run", journal: Journal | None
                 fsync_directory(final.parent)
             except BaseException as error:
                 is_damaged = isinstance(error, CheckFailedError | CorruptFileError)
-                is_kept = journal is not None and bool(journal.files) and not is_damaged
+                is_kept |= journal is not None and bool(journal.files) and not is_damaged
                 raise
             finally:
                 written = () if is_kept else (final.name, JOURNAL)

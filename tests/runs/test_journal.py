@@ -7,6 +7,7 @@ import pytest
 
 from mlm.runs import journal
 from mlm.runs.folder import new_folder
+from mlm.util.errors import UserError
 
 
 def write(out: Path, *, then: BaseException | None = None) -> None:
@@ -31,3 +32,26 @@ def test_a_complete_file_survives_an_interruption_while_it_is_compared(
     assert (tmp_path / ".out.partial/out/weights.bin").read_bytes() == b"complete"
     write(tmp_path / "out")
     assert (tmp_path / "out/weights.bin").read_bytes() == b"complete"
+
+
+def test_complete_files_survive_a_folder_that_takes_their_place(tmp_path: Path) -> None:
+    """`out` was free when the command began."""
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", then=KeyboardInterrupt())
+    (tmp_path / "out/other").mkdir(parents=True)
+    with pytest.raises(UserError, match="is there already"):
+        write(tmp_path / "out")
+    with pytest.raises(UserError, match="is there already"), new_folder(tmp_path / "out", 10):
+        pass
+    assert (tmp_path / ".out.partial/out/weights.bin").read_bytes() == b"complete"
+
+
+def test_complete_files_survive_an_interruption_while_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", then=KeyboardInterrupt())
+    monkeypatch.setattr(journal, "parse_json", Mock(side_effect=[{}, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out")
+    assert (tmp_path / ".out.partial/out/weights.bin").read_bytes() == b"complete"
