@@ -93,7 +93,7 @@ def prompt_problems(config: PretrainConfig) -> list[str]:
     name = str(config.data.tokenizer or "tokenizer.json of the corpus")
     problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
     for number, prompt in enumerate(prompts, start=1):
-        count = len(tokenizer.encode(prompt))
+        count = len(tokenizer.encode_prompt(prompt))
         if count > length:
             why = f"prompt {number} has {count} tokens, more than data.seq_length={length}"
             problems.append(Problem((PROMPTS, "data.seq_length"), f"{PROMPTS}: {why}", "shorten it"))

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from mlm.cli import main
 from mlm.cli.pretrain.samples import PromptSampler
@@ -16,6 +18,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
+from mlm.training.preflight import prompt_problems
 from mlm.training.trainer import Trainer
 from tests.convert.hf_models import add_tokenizer
 from tests.data.corpora import write_corpus
@@ -179,6 +182,23 @@ def test_prompts_that_cannot_be_continued_are_rejected_in_a_line(
     assert "Traceback" not in said
     assert out == ""
     assert not (tmp_path / "run").exists()
+
+
+def test_tokens_that_the_tokenizer_puts_before_a_prompt_count(tmp_path: Path) -> None:
+    """A prompt that fills the sequence would lose its first without a word."""
+    add_tokenizer(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    backend = Backend.from_file(file)
+    ends = [("<|endoftext|>", backend.token_to_id("<|endoftext|>"))]
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=ends)
+    backend.save(file)
+    count = len(backend.encode("to be", add_special_tokens=False).ids)
+    spec = spec_of(ParallelConfig())
+    spec = replace(spec, train=replace(spec.train, sample_prompts=("to be",)))
+    for length, is_long in ((count, True), (count + 1, False)):
+        data = replace(spec.data, tokenizer=file, seq_length=length)
+        problems = prompt_problems(replace(spec, data=data, model=replace(spec.model, vocab_size=512)))
+        assert [f"prompt 1 has {count + 1} tokens" in problem for problem in problems] == [True] * is_long
 
 
 def test_a_corpus_without_a_tokenizer_is_named(
