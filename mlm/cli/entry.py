@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from threading import Event
+from traceback import extract_tb
 
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
@@ -23,7 +24,7 @@ from mlm.cli.outcome import (
 )
 from mlm.launch.stop import note_interrupted_imports, note_stop_requests, unblock_stop_signals
 from mlm.launch.typed import record_command_line
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, printable_line
 from mlm.util.system import resolve, warn_once, writable_streams
 
 
@@ -46,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = _main(words)
         except KeyboardInterrupt:
             return INTERRUPTED
-        except Exception:
+        except Exception as error:
             if not interrupted.is_set():
                 raise
-            return INTERRUPTED  # an import swallowed it, and what it left half made failed
+            # An import swallowed it, and what it left half made failed; another error must not be lost.
+            place = extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            print(f"mlm: Ctrl-C during an import, then {printable_line(what)}", file=sys.stderr)
+            return INTERRUPTED
     return FAILED if code == OK and output.has_failed else code
 
 

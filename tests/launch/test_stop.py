@@ -274,11 +274,12 @@ def test_ctrl_backslash_kills_ranks_at_once_however_a_run_saves() -> None:
 
 
 def test_an_interrupt_that_an_import_swallows_ends_the_command_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch takes whatever numpy raises for its absence; what was half imported fails later.
 
-    An error after an interrupt that the command itself handles, as `chat` does, is still one.
+    That is a line, as it may be a defect that has nothing to do with it. An error after an interrupt that the
+    command itself handles, as `chat` does, is still one.
     """
     before = signal.getsignal(signal.SIGINT)
     (tmp_path / "interrupted_import.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
@@ -291,6 +292,9 @@ def test_an_interrupt_that_an_import_swallows_ends_the_command_as_one(
 
     monkeypatch.setattr("mlm.cli.entry._main", half_imported)
     assert main(["eval"]) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("mlm: Ctrl-C during an import, then AttributeError: module 'numpy' has no")
+    assert (said.count("\n"), f"({__file__}:" in said) == (1, True)
     for words in (["generate"], ["chat"]):
         with pytest.raises(AttributeError):
             main(words)
