@@ -39,7 +39,7 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         "sequences": corpus.num_sequences,
         "documents": corpus.num_documents,
         "tokens": corpus.num_tokens,
-        "bytes": corpus.bin_path.stat().st_size,
+        "bytes": corpus.bin_bytes,
         "tokens_per_document": spread(np.diff(corpus.document_starts)),
         "ends_with_eod": share,
         "looked_at": looked_at,

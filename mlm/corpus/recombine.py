@@ -124,6 +124,8 @@ def open_pair(prefix: Path) -> IndexedDataset:
     if incomplete := incomplete_problem(prefix):
         raise UserError(incomplete)
     corpus = IndexedDataset(prefix)
+    if corpus.stored is not None:
+        raise UserError(f"{corpus.bin_path}: its tokens are {corpus.stored.source.url}; copy them to a disk")
     if altered := content_problem(corpus):
         raise CorruptFileError(altered)
     return corpus

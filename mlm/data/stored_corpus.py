@@ -110,17 +110,17 @@ def stored_pointer(bin_path: Path) -> Path:
 def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens | None":
     """Return the tokens of a .bin that a local copy points to; None if there is a file, or nothing.
 
-    Raises CorruptFileError.
+    Raises CorruptFileError, and UserError where no blocks can be kept.
     """
     pointer = stored_pointer(bin_path)
     if bin_path.is_file() or not pointer.is_file():
         return None
     try:
         fields = parse_json(read_bounded(pointer, 1 << 16, REMAKE))
-        limit = int(fields.pop("limit"))
-        return StoredTokens(StoredObject(**fields), dtype, limit, pointer.with_suffix(".blocks"))
+        limit, source = int(fields.pop("limit")), StoredObject(**fields)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CorruptFileError(f"{pointer} points to no object: {REMAKE}") from error
+    return StoredTokens(source, dtype, limit, pointer.with_suffix(".blocks"))
 
 
 class StoredTokens:
@@ -133,7 +133,8 @@ class StoredTokens:
     def __init__(self, source: StoredObject, dtype: np.dtype[Any], limit: int, folder: Path) -> None:
         self.source, self.dtype, self.limit, self.folder = source, dtype, limit, folder
         self.width = BLOCK // dtype.itemsize  # tokens of a block
-        folder.mkdir(exist_ok=True)
+        with writing_cache(folder):
+            folder.mkdir(exist_ok=True)
         self._added = 0
 
     def __len__(self) -> int:
@@ -150,7 +151,7 @@ class StoredTokens:
         """Fetch runs of tokens at once, for slices that follow. begin, length: int64, same shape."""
         first, last = begin // self.width, (begin + np.maximum(length, 1) - 1) // self.width
         runs = [np.arange(a, b + 1) for a, b in zip(first.flat, last.flat, strict=True)]
-        blocks = np.unique(np.concatenate(runs))
+        blocks = np.unique(np.concatenate(runs)) if runs else ()
         self._fetch([block for block in blocks if not self._path(block).exists()])
 
     def digest(self) -> str:

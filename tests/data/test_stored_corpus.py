@@ -12,6 +12,8 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from mlm.corpus.inspect import facts_of
+from mlm.corpus.recombine import split_corpus
 from mlm.data import stored_corpus
 from mlm.data.config import DataConfig
 from mlm.data.files_present import corpus, training_prefix
@@ -81,6 +83,14 @@ def test_samples_and_windows_are_those_of_the_file(
         np.testing.assert_array_equal(*(dataset.gather(ids) for dataset in datasets))
     windows = [EvalWindows(c, seq_length=64).gather([0, 5, 9]) for c in (local, stored)]
     np.testing.assert_array_equal(*windows)
+
+
+def test_no_samples_request_no_block(store: Store, tmp_path: Path) -> None:
+    stored = opened(tmp_path).stored
+    assert stored is not None
+    before, none = store.gets, np.empty((0, 2), np.int64)
+    stored.load(none, none)
+    assert store.gets == before
 
 
 @pytest.mark.parametrize("whole", thinned([1 << 26, 1 << 10], 2))
@@ -213,6 +223,30 @@ def test_a_cache_that_cannot_be_written_is_one_line(store: Store, tmp_path: Path
     stored.stored.folder.rmdir()
     with pytest.raises(UserError, match=r"data\.cache: \S+blocks\S+: No such file or directory"):
         _ = stored.tokens[:]
+
+
+def test_blocks_that_cannot_be_kept_do_not_damage_the_copy(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdir(path: Path, **_: bool) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    prefix = opened(tmp_path).prefix
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(UserError, match=r"data\.cache: \S+blocks: Permission denied; name a folder"):
+        IndexedDataset(prefix)
+
+
+def test_a_local_copy_is_inspected_as_its_corpus_and_not_recombined(
+    store: Store, local: IndexedDataset, tmp_path: Path
+) -> None:
+    """`data.cache` holds folders that look like corpora, without tokens."""
+    copy = opened(tmp_path).prefix
+    facts, of_copy = (facts_of(prefix, None, None, 3) for prefix in (local.prefix, copy))
+    assert of_copy == facts | {"prefix": str(copy)}
+    with pytest.raises(UserError, match=r"train\.bin: its tokens are \S+/plays/train\.bin; copy them"):
+        split_corpus(str(copy), str(tmp_path / "out"), "1/1")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_not_an_error_of_the_store(
