@@ -78,6 +78,8 @@ class Loop(ABC):
                 except RewindRequested as request:
                     self.throughput.pause()
                     request.rewind()
+                    # a stop comes after the next step: its checkpoint keeps what the rewind leaves out
+                    self.is_stopping = False
             observers.on_run_end()
         finally:
             trainer.observers = Observers()

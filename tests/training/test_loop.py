@@ -19,7 +19,7 @@ from mlm.runs.corpora import ValidationSet
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import Throughput
 from mlm.training.loop import StepLogger
-from mlm.training.observer import Observer
+from mlm.training.observer import Observer, RewindRequested
 from tests.tracking.reporting import Clock
 
 Event = tuple[str, int]
@@ -202,6 +202,25 @@ def test_a_stop_while_prompts_are_continued_leaves_them_alone_to_the_next_start(
     loop.is_stopping, loop.stop.number = False, None
     assert loop.run()
     assert (loop.steps_of("validate"), continued) == ([1, 2], [1, 2])
+
+
+def test_a_stop_at_a_step_that_rewinds_saves_after_the_next() -> None:
+    """The checkpoint that is returned to knows nothing of the rewind."""
+    loop = Quiet(steps=9)
+
+    def rewind() -> None:
+        loop.trainer.step = 2
+
+    class Rewinds(Observer):
+        def after_step(self, outcome: object) -> None:
+            if loop.trainer.step == 5:
+                raise RewindRequested(rewind)
+
+    watching = loop.observers
+    loop.observers = lambda: [Rewinds(), *watching()]  # type: ignore[method-assign]
+    loop.update = lambda: loop.stop.request(signal.SIGTERM) if loop.trainer.step == 4 else None  # type: ignore[method-assign]
+    assert not loop.run()
+    assert loop.events[-1] == ("save and wait", 3)
 
 
 def test_a_finished_run_whose_last_validation_was_stopped_is_not_over() -> None:
