@@ -225,13 +225,14 @@ class Incidents(Observer):
 
         `again` is a normal second pass: then no sample is to blame, and none is left out.
         """
-        action, step, details = self.action(), self.trainer.step + 1, dict[str, Any]()
+        step, details = self.trainer.step + 1, dict[str, Any]()
+        action = "computed again" if again else self.action()
         if again is not None:
             state = "normal" if numbers.are_finite else "finite"
             reasons.add(
                 "transient", f"computed again: {state} ({again}); not in the data; {SUSPECT_HARDWARE}"
             )
-            action = "stop" if self.settings.action == "stop" else "computed again"
+            action = "stop" if self.settings.action == "stop" else action
             details = {"second_pass": {"loss": again.loss, "grad_norm": again.norm}}
         elif self.has_place(reasons):
             _, places = StepProbe(self.trainer).run(self.batches)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.native.format import CheckpointError
 from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import IncidentConfig, PretrainConfig
@@ -140,6 +142,18 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> None:
         return parts
 
     monkeypatch.setattr(Trainer, "forward_backward", spoilt)
+
+
+@pytest.mark.usefixtures("struck")
+def test_a_normal_second_pass_looks_for_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be none that can be read: this ended the run."""
+    monkeypatch.setattr(
+        "mlm.training.incidents.watcher.rewind_candidates", Mock(side_effect=CheckpointError("unreadable"))
+    )
+    assert pretrain(tmp_path / "run", "train.steps=6", "incident.action=rewind") == 0
+    assert [record["action"] for record in records(tmp_path / "run", "incident")] == ["computed again"]
 
 
 @pytest.mark.usefixtures("struck")
