@@ -34,6 +34,8 @@ class MetricsFile(Sink):
         self.start_step = start_step
         self.warn = warn
         self.file: BinaryIO | None = None
+        self.is_replaced = False
+        """True where `path` may be another file than the open one."""
         self.pending = b""
 
     def start(self, run: dict[str, object]) -> None:
@@ -82,13 +84,10 @@ class MetricsFile(Sink):
         try:
             # they tell of the steps that the rewind takes back
             rewind(self.path, step, keep=("run", "incident", "rewound"))
-            rewound = self._open()  # another file: the old one is still open
         except (OSError, UserError) as error:  # a UserError: the file has grown beyond MAX_BYTES
             reason = f"{self.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
             self.warn(f"{reason}; it keeps steps that are trained again")
-            return
-        self.file.close()
-        self.file = rewound
+        self.is_replaced = True
 
     def _open(self) -> BinaryIO:
         # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
@@ -106,11 +105,15 @@ class MetricsFile(Sink):
         waited = bool(self.pending)
         self.pending += line
         try:
+            if self.pending and self.is_replaced:
+                old, self.file, self.is_replaced = self.file, self._open(), False
+                old.close()
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
             if not waited:
-                self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. Free some space.")
+                fix = "Free space or permit writing there"
+                self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. {fix}")
 
     def close(self) -> None:
         if self.file is None:

@@ -3,6 +3,7 @@
 import errno
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,6 +89,27 @@ def test_a_file_beyond_its_limit_does_not_end_a_run_that_returns_to_a_checkpoint
     assert "10 is the limit" in warning
     assert warning.endswith("; it keeps steps that are trained again")
     assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 2]
+
+
+def test_lines_wait_for_a_rewound_file_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The open file was replaced: what is written to it is lost."""
+    warnings: list[str] = []
+    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history.start({"start_step": 0})
+    for done in (1, 2):
+        history.step(step_metrics(done))
+    with monkeypatch.context() as patch:
+        patch.setattr("mlm.tracking.history.open_regular", Mock(side_effect=PermissionError(13, "denied")))
+        history.rewound(1)
+        history.step(step_metrics(2))
+        history.step(step_metrics(3))
+    history.close()
+    assert [warning.rpartition(": ")[2].partition(".")[0] for warning in warnings] == [
+        "denied; its lines wait in memory"
+    ]
+    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 3]
 
 
 def test_a_long_file_is_rewound_in_time_proportional_to_it(tmp_path: Path) -> None:
