@@ -71,8 +71,8 @@ class Progress:
         try:
             return from_dict(cls, state[FINETUNING]["progress"])
         except (KeyError, TypeError, ValueError) as error:
-            problem = f"{checkpoint}: its state is not a finetuning run's ({error!r})"
-            raise CorruptFileError(problem) from error
+            problem = f"{checkpoint}: its state is not a finetuning run's of this version ({error!r})"
+            raise CorruptFileError(f"{problem}; use the version of mlm that saved it") from error
 
 
 def merit(scores: Scores, errors: Collection[str] = ()) -> float:

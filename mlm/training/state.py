@@ -183,7 +183,8 @@ def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[s
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
-            f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
+            f"{path}: its state is not that of a training run of this version ({error!r}). Take another "
+            "checkpoint, or the version of mlm that saved it"
         ) from error
 
 

@@ -305,7 +305,10 @@ def decode(saved: Any, window: int) -> IncidentState:
             differ=differ,
             ceilings=(rare, unusual, usual),
         )
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        problem = f"its state of incidents is of another version, without {error}"
+        raise CorruptFileError(f"{problem}; use the version of mlm that saved it") from error
+    except (AssertionError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"
         ) from error

@@ -57,6 +57,8 @@ def run(config: ReplayConfig) -> None:
         # what `replay` reads later
         int(record["step"]), recorded_numbers(record), find_starts(record)
         decode(record["memory"], saved.incident.window)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{folder}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
     recompute = saved.parallel.recompute

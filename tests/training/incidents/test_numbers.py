@@ -244,6 +244,13 @@ def test_a_count_that_is_none_is_damage(change: dict[str, Any]) -> None:
         decode({**incident_state().encode(), **change}, 4)
 
 
+def test_a_key_that_another_version_did_not_save_is_no_damage() -> None:
+    saved, key = incident_state().encode(), "left_out_samples"
+    del saved[key]
+    with pytest.raises(CorruptFileError, match=f"is of another version, without '{key}'; use the version"):
+        decode(saved, 4)
+
+
 @pytest.mark.parametrize(("action", "further"), [("skip", 0), ("log", 0), ("rewind", 2 * 4 * 3)])
 def test_a_run_may_need_the_samples_in_place_of_those_left_out(action: str, further: int) -> None:
     """Each range, with the rest of its batch; for each rewind to come as much again."""

@@ -205,15 +205,20 @@ def test_a_folder_that_is_no_incident_is_a_mistake(tmp_path: Path, capsys: Said)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("memory", {}), ("step", None), ("exact", {"loss": 1}), ("lineage", {"ancestors": [[4, "?"]]})],
+    ("key", "value", "line"),
+    [
+        ("memory", {}, "its state of incidents is of another version"),
+        ("step", None, "its record is damaged"),
+        ("exact", {"loss": 1}, "its record is damaged"),
+        ("lineage", {"ancestors": [[4, "?"]]}, "its record is damaged"),
+    ],
 )
 def test_a_damaged_value_of_a_whole_record_ends_with_1(
-    key: str, value: object, logged: Path, tmp_path: Path, capsys: Said
+    key: str, value: object, line: str, logged: Path, tmp_path: Path, capsys: Said
 ) -> None:
     record = json.loads((folder(logged) / "incident.json").read_text())
     (tmp_path / "incident.json").write_text(json.dumps({**record, key: value}))
     assert main(["replay", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "is damaged" in said
+    assert f"{tmp_path}: {line}" in said
     assert "Traceback" not in said
