@@ -233,7 +233,7 @@ class _ColumnParallel(torch.autograd.Function):
         # a pair's gradients go through autograd
         ctx.fused_grad = first.fused_grad if len(computes) == 1 else None
         ctx.leaves = None if ctx.deferred is None else weights
-        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        ctx.dtype = weights[0].dtype
         ctx.operands = _operands(computes)
         saved: list[Tensor] = []
         offsets: list[Tensor | None] = []
@@ -252,16 +252,12 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
-        dtypes, needs_biases = ctx.dtypes[len(weights) :], ctx.needs_input_grad[4 + len(weights) :]
-        db = [
-            bias_gradient(dy, dtype) if needs_bias else None
-            for dy, dtype, needs_bias in zip(rows, dtypes, needs_biases, strict=True)
-        ]
+        needs_bias = any(ctx.needs_input_grad[4 + len(weights) :])
         if needs_weights and ctx.deferred is not None and ctx.deferred.open:
+            rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
             _defer_weight_gradients(ctx, x, rows, gather_over=ctx.tp if ctx.sequence_parallel else None)
             needs_weights = False
-        dx, *dw = column_gradients(
+        dx, *others = column_gradients(
             x,
             ctx.tp,
             list(gradients),
@@ -270,12 +266,12 @@ class _ColumnParallel(torch.autograd.Function):
             ctx.fused_grad,
             ctx.sequence_parallel,
             ctx.fp8,
-            ctx.dtypes[0],
-            [needs_x, needs_weights],
+            ctx.dtype,
+            [needs_x, needs_weights, needs_bias],
         )
-        gives_dw = needs_weights and ctx.fused_grad is None
-        results = [dw[i] if gives_dw else None for i in range(len(weights))]
-        return dx if needs_x else None, None, None, None, *results, *db
+        gives = [needs_weights and ctx.fused_grad is None] * len(weights) + [needs_bias] * len(weights)
+        results = [others.pop(0) if is_given else None for is_given in gives]
+        return dx if needs_x else None, None, None, None, *results
 
 
 class _RowParallel(torch.autograd.Function):
@@ -406,17 +402,18 @@ def gathered_products(
 def _column_gradient_shapes(
     x: Tensor, _: Axis, gradients: list[Tensor], weights: list[Tensor], *others: Any
 ) -> tuple[Tensor, ...]:
-    _, fused_grad, _, _, dtype, (needs_x, needs_weights) = others
+    _, fused_grad, _, _, dtype, (needs_x, needs_weights, needs_bias) = others
     dx = gradients[0].new_empty(x.shape if needs_x else 0)
     given = weights if needs_weights and fused_grad is None else []
     dw = [w.new_empty(w.shape, dtype=dtype) for w in given]
-    return dx, *dw, *(x.new_empty(0) for _ in range(2 - len(dw)))
+    dw += [w.new_empty(w.shape[0], dtype=dtype) for w in weights if needs_bias]
+    return dx, *dw, *(x.new_empty(0) for _ in range(4 - len(dw)))
 
 
 @traceable(
     "(Tensor x, str tp, Tensor[] gradients, Tensor[] weights, Tensor[] operands, Tensor(a!)? fused_grad,"
     " bool sequence_parallel, bool fp8, ScalarType dtype, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _column_gradient_shapes,
     changes=["fused_grad"],
 )
@@ -432,11 +429,11 @@ def column_gradients(
     dtype: torch.dtype,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """Return dx, summed over tp, and dW of one layer or two of one input; empty ones where none is needed.
+    """Return dx, summed over tp, dW and db of one layer or two of one input; empty ones where none is needed.
 
-    x is gathered while dx is computed, and dx is summed while dW is, which may be added to `fused_grad`.
+    x is gathered while dx is computed, and dx is summed while dW and db are. dW may be added to `fused_grad`.
     """
-    needs_x, needs_weights = needs
+    needs_x, needs_weights, needs_bias = needs
     gathering = start_all_gather(x, tp) if sequence_parallel and needs_weights else None
     dx, dw, summing = x.new_empty(0), [], None
     if needs_x:
@@ -447,12 +444,13 @@ def column_gradients(
         for other in others:
             dx.add_(other)
         summing = (start_reduce_scatter if sequence_parallel else start_all_reduce)(dx, tp)
+    rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]
     if needs_weights:
         full = x if gathering is None else gathering.wait()
-        for dy in gradients:
-            dw.append(_weight_gradient(full, dtype, fused_grad, dy.reshape(-1, dy.shape[-1]), fp8))
+        dw += [_weight_gradient(full, dtype, fused_grad, dy, fp8) for dy in rows]
+    dw += [bias_gradient(dy, dtype) for dy in rows if needs_bias]
     given = [each for each in dw if each is not None]
-    empty = (x.new_empty(0) for _ in range(2 - len(given)))
+    empty = (x.new_empty(0) for _ in range(4 - len(given)))
     return dx if summing is None else summing.wait(), *given, *empty
 
 

@@ -186,7 +186,7 @@ def test_gradient_of_a_bias_is_no_more_than_a_rounding_off_in_bfloat16() -> None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_sum_over_tp_is_under_way_while_the_weight_gradient_is_computed(
+def test_the_sum_over_tp_is_under_way_while_gradients_of_parameters_are_computed(
     monkeypatch: pytest.MonkeyPatch, sequence: bool
 ) -> None:
     events: list[str] = []
@@ -205,12 +205,17 @@ def test_the_sum_over_tp_is_under_way_while_the_weight_gradient_is_computed(
         events.append("weight gradient")
         return dy.t() @ x
 
+    def bias_sum(dy: Tensor, _: torch.dtype) -> Tensor:
+        events.append("bias gradient")
+        return dy.sum(0)
+
     monkeypatch.setattr("mlm.parallel.linear.start_all_reduce", begin)
     monkeypatch.setattr("mlm.parallel.linear.start_reduce_scatter", begin)
     monkeypatch.setattr("mlm.parallel.linear.weight_gradient", product)
+    monkeypatch.setattr("mlm.parallel.linear.bias_gradient", bias_sum)
     layer = ColumnParallelLinear(6, 8, tp=Axis("tp", 0, 2), sequence_parallel=sequence)
     layer(torch.randn(4, 2, 6, requires_grad=True)).sum().backward()
-    assert events == ["begin", "weight gradient", "wait"]
+    assert events == ["begin", "weight gradient", "bias gradient", "wait"]
 
 
 def test_the_backward_sum_of_f_leaves_gradients_of_others_alone() -> None:
