@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu.fake import arithmetic
 from gpu.fake.build import UnavailableError, installed
 
-from tests.slow import slow_but
+from tests.slow import slow
 
 SCRIPT = Path(fake_gpu.__file__)
 
@@ -57,9 +57,7 @@ def test_gradients_of_rms_norm_are_pytorch_s(dtype: torch.dtype, tolerance: floa
     [
         ([], "name a command"),
         (["--gpus", "0", "--", "-c", "1"], "--gpus 0"),
-        (["--late", "-1", "--", "-c", "1"], "--late -1"),
         (["--capability", "9", "--", "-c", "1"], "--capability 9"),
-        (["--kernels", "nowhere/at/all", "--", "-c", "1"], "--kernels nowhere/at/all"),
     ],
 )
 def test_mistake_is_one_line_and_exit_2(
@@ -72,9 +70,11 @@ def test_mistake_is_one_line_and_exit_2(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", slow_but({1}, ["SIGINT", "SIGTERM", "SIGHUP"]))
+@pytest.mark.parametrize("name", ["SIGTERM", slow("SIGINT")])
 def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path) -> None:
-    said = "import signal, sys, time\ndef save(*_):\n    time.sleep(1)\n    print('saved')\n    sys.exit(7)\n"
+    said = (
+        "import signal, sys, time\ndef save(*_):\n    time.sleep(0.2)\n    print('saved')\n    sys.exit(7)\n"
+    )
     said += f"signal.signal(signal.{name}, save)\nprint('begun', flush=True)\ntime.sleep(60)"
     outer = f"import sys, fake_gpu; sys.exit(fake_gpu.wait_for([sys.executable, '-c', {said!r}], None))"
     process = subprocess.Popen(
@@ -95,19 +95,11 @@ def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path
 
 
 LAYOUTS = (
-    (2, "tp=2"),
     (2, "tp=2 sequence_parallel=true tp_overlap=2"),
-    (4, "pp=4 model.num_layers=8"),
     (2, "pp=2 vp=2 model.num_layers=4"),
-    (2, "pp=2 pipeline=gpipe recompute=full"),
-    (4, "pp=2 tp=2 pipeline=zb_h1"),
-    (2, "dp=2"),
-    (2, "dp=2 zero=2"),
     (4, "dp=2 tp=2 zero=3"),
     (8, "tp=2 pp=2 dp=2 sequence_parallel=true pipeline=zb_h1"),
-    (2, "cp=2"),
     (4, "cp=2 tp=2 model=llama_tiny"),
-    (4, "tp=2 pp=2 model=bert_tiny"),
 )
 
 

@@ -98,13 +98,6 @@ def test_step_over_its_limit_is_killed_and_keeps_its_rows(check: Check) -> None:
     assert record.steps["b"]["state"] == "ok"
 
 
-def test_step_that_does_not_fit_is_not_reached_and_runs_in_the_next_call(check: Check) -> None:
-    code, record = check.run(step("a", likely_s=100.0), step("b"), seconds=20.0)
-    assert (code, record.steps["a"]["state"], check.begun()) == (0, "not reached", ["b"])
-    check.run(step("a", likely_s=100.0), step("b"), seconds=120.0)
-    assert check.begun() == ["a"]
-
-
 def case_in(folder: Path) -> Case:
     return Case("cpu", True, folder / "gpu_check.json", folder / "results")
 

@@ -61,7 +61,6 @@ def history(folder: Path, losses: list[tuple[int, float]]) -> Path:
     "losses, said",
     [
         ([(1, 4.0), (3, 2.0)], "the history holds the steps"),
-        ([(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)], "the history holds the steps"),
         ([(1, 4.0), (2, 3.001), (3, 2.0)], "step 2 has the loss 3.001, undisturbed 3.0"),
     ],
 )
