@@ -38,23 +38,11 @@ def test_top_level_degrees_become_the_parallel_section() -> None:
     assert (config.parallel.tp, config.parallel.dp, config.parallel.recompute) == (4, 2, "full")
 
 
-def test_unknown_key_names_the_closest_known_one() -> None:
-    assert problems_of(model__hidden_sise=3) == [
-        "unknown key 'model.hidden_sise'; did you mean 'model.hidden_size'?"
-    ]
-
-
-def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
-    assert problems_of(parallel__tp=2) == ["unknown key 'parallel.tp'; did you mean 'tp'?"]
-
-
 @pytest.mark.parametrize(
     "change, problem",
     [
         ({"tp": "two"}, "tp=two must be a whole number"),
-        ({"tp": True}, "tp=true must be a whole number"),
         ({"dp": 1.5}, "dp=1.5 must be a whole number or null"),
-        ({"optimizer__lr": "fast"}, "optimizer.lr=fast must be a number"),
         ({"optimizer__lr": float("nan")}, "optimizer.lr=NaN must be finite"),
         ({"optimizer__betas": [0.9]}, "optimizer.betas=[0.9] must be a list of 2 numbers"),
         ({"compile": "maybe"}, "compile=maybe must be true, false or null"),
@@ -62,12 +50,7 @@ def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
             {"cuda_graphs": "stak"},
             "cuda_graphs=stak must be true, false, stack or null; did you mean cuda_graphs=stack?",
         ),
-        (
-            {"recompute": "ful"},
-            "recompute=ful must be none, selective, full or budget; did you mean recompute=full?",
-        ),
         ({"zero": 1}, "zero=1 must be 0, 2 or 3"),
-        ({"sequence_parallel": "maybe"}, "sequence_parallel=maybe must be true or false"),
         (
             {"model__num_layers": "???"},
             "model.num_layers is required: add model.num_layers=… (Transformer layers, L)",
@@ -108,12 +91,10 @@ def test_number_out_of_range_is_reported_once_and_hides_what_follows_from_it() -
     assert (seen, error.value.problems) == ([0], ("tp=0 must be greater than 0",))
 
 
-@pytest.mark.parametrize(
-    "name", ["pretrain", "eval_loss", "generate", "data_tokenizer", "data_build", "plan_schedule"]
-)
+@pytest.mark.parametrize("name", ["pretrain", "generate", "data_build", "plan_schedule"])
 def test_run_spec_survives_json(name: str) -> None:
-    given = {"eval_loss": "ckpt=c", "generate": "ckpt=c prompt=p", "pretrain": "optimizer.lr=0.1"}
-    given |= {"data_tokenizer": "input=i out=o", "data_build": "input=i out=o tokenizer=t"}
+    given = {"generate": "ckpt=c prompt=p", "pretrain": "optimizer.lr=0.1"}
+    given |= {"data_build": "input=i out=o tokenizer=t"}
     config = load_config(name, given.get(name, "").split())
     assert from_dict(SPECS[name], json.loads(json.dumps(to_dict(config)))) == config
 

@@ -35,16 +35,12 @@ def answers(line: str) -> list[str]:
     "line, fix",
     [
         ("--distributed-timeout-minutes 30", "use dist.timeout_s = 60 * 30 (seconds)"),
-        ("--train-samples 1000", "use train.steps = 1000 / train.global_batch_size"),
         (
             "--data-path 0.3 wiki 0.7 web",
             "use data.path=PREFIX, or with weights 'data.blend=[0.3 wiki,0.7 web]'",
         ),
-        ("bf16=true", "use precision=bf16"),
         ("train.Recompute-Activations=true", "use recompute=selective"),
         ("use_flash_attn=true", "leave it out: automatic, or use attention=flash"),
-        ("wandb_log=True", "use log.wandb_project=NAME"),
-        ("--beta2 0.95", "use 'optimizer.betas=[…,0.95]', with the first moment's"),
         ("tp_comm_overlap=true", "use tp_overlap=2, a number of parts"),
     ],
 )

@@ -12,13 +12,10 @@ KEYS = ["model.hidden_size", "model.num_heads", "optimizer.lr", "data.path", "da
     [
         ("modle.hidden_size", "model.hidden_size"),
         ("hidden_size", "model.hidden_size"),
-        ("model.hiden_size", "model.hidden_size"),
         ("lr", "optimizer.lr"),
         ("TRAIN.STEPS", "train.steps"),
         ("schedule.lr", "optimizer.lr"),
-        ("train.stesp", "train.steps"),
         ("optimizer.zzzz", None),
-        ("zzz", None),
     ],
 )
 def test_nearest_finds_what_was_meant(typed: str, meant: str | None) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from mlm.cli.commands import SPECS
-from mlm.config.tree import defaults, field_docs, leaves
+from mlm.config.tree import field_docs, leaves
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
 
@@ -13,11 +13,6 @@ from mlm.runs.config import PretrainConfig
 def test_parallel_fields_are_top_level_keys() -> None:
     assert {field.name for field in fields(ParallelConfig)} <= leaves(PretrainConfig).keys()
     assert not any(key.startswith("parallel") for key in leaves(PretrainConfig))
-
-
-def test_defaults_mark_required_keys() -> None:
-    assert defaults(PretrainConfig)["model"]["num_layers"] == "???"
-    assert defaults(PretrainConfig)["model"]["max_positions"] == 1024
 
 
 @pytest.mark.parametrize("spec", SPECS.values())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.tracking.display import Display, duration, format_count, format_significant
+from mlm.tracking.display import Display, duration
 from mlm.tracking.metrics import ExpertLoads
 from mlm.tracking.reporter import training_console
 from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
@@ -42,24 +42,11 @@ def test_a_plain_line_is_names_and_values(tmp_path: Path) -> None:
     }
 
 
-def test_plain_lines_line_up(tmp_path: Path) -> None:
-    wild = {"loss": 12.5, "grad_norm": 1234.5, "tokens_per_s": 912345.6, "tflops": 412.3, "mfu": None}
-    first, second, third = lines_of(tmp_path, {}, wild, {"loss": float("nan"), "grad_norm": float("inf")})
-    assert first.index("ETA") == second.index("ETA") == third.index("ETA")
-
-
 def test_loss_scale_shows_in_fp16_only(tmp_path: Path) -> None:
     other, fp16 = lines_of(tmp_path, {}, {"loss_scale": 65536.0, "skipped_steps": 2})
     assert "loss_scale" not in pairs(other)
     assert pairs(fp16)["loss_scale"] == "65536"
     assert pairs(fp16)["skipped"] == "2"
-
-
-def test_a_note_is_printed_as_it_is(tmp_path: Path) -> None:
-    console = terminal(width=20)
-    with reporter(tmp_path, console, header=[]) as report:
-        report.note("saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)")
-    assert shown(console) == "saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)\n"
 
 
 def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
@@ -134,25 +121,3 @@ def test_training_outlives_the_reader_of_its_output(
 )
 def test_duration(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "value, text", [(0.0712, "0.07120"), (3.14159, "3.142"), (412.66, "412.7"), (12345.6, "12346"), (0, "0")]
-)
-def test_four_digits_are_significant(value: float, text: str) -> None:
-    assert format_significant(value) == text
-
-
-@pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
-def test_a_count_has_its_largest_unit(value: float, text: str) -> None:
-    assert format_count(value) == text
-
-
-def test_units_of_plain_lines_follow_the_header_once(tmp_path: Path) -> None:
-    console = terminal()
-    with reporter(tmp_path, console, run={"loss_unit": "per example"}) as report:
-        report.step(step_metrics(10))
-        report.step(step_metrics(20))
-    (units,) = [line for line in shown(console).splitlines() if line.startswith("units ")]
-    assert "loss per example" in units
-    assert "ETA time left, h:mm:ss" in units

@@ -122,17 +122,6 @@ def test_a_long_file_is_rewound_in_time_proportional_to_it(tmp_path: Path) -> No
     assert (tmp_path / FILE_NAME).read_bytes() == b"".join(lines[:19_991])
 
 
-def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_path: Path) -> None:
-    lines = (
-        b'{"step": 1}',
-        b'{"kind": "step", "step": true}',
-        b'{"kind": 1, "step": 1}',
-        b'{"kind": "step"}',
-    )
-    (tmp_path / FILE_NAME).write_bytes(b"\n".join(lines))
-    assert list(read_records(tmp_path / FILE_NAME)) == []
-
-
 def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 2)
     inode = (tmp_path / FILE_NAME).stat().st_ino
@@ -184,13 +173,3 @@ def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(disk.content)
     assert [r["step"] for r in read_records(tmp_path / FILE_NAME)] == [1, 2, 3]
     assert len(warnings) == 1
-
-
-def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
-    history.file = FullDisk(space=0)  # type: ignore[assignment]
-    history.step(step_metrics(1))
-    history.step(step_metrics(2))
-    history.close()
-    assert "2 lines could not be written" in warnings[-1]

@@ -4,14 +4,12 @@ import math
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import ExpertLoads, StepMetrics, flatten_metrics
-from mlm.tracking.reporter import WeightsAndBiases
 from mlm.util.errors import UserError
 from tests.tracking.reporting import read_metrics, reporter, step_metrics
 
@@ -41,20 +39,6 @@ def test_numbers_of_an_observer_may_be_tensors(tmp_path: Path) -> None:
     record = read_metrics(tmp_path)[-1]
     assert record.pop("time") > 0
     assert record == {"kind": "measured", "step": 10, "norm": 1.5, "rate": None}
-
-
-def test_a_tracker_gets_the_loss_of_every_corpus() -> None:
-    logged: list[dict[str, float]] = []
-    tracker = WeightsAndBiases(Path("out"), "project")
-    tracker.run = SimpleNamespace(log=logged.append)
-    tracker.validation(10, 4.5, 90.0, {"wiki": 4.0})
-    (values,) = logged
-    assert values == {
-        "step": 10,
-        "validation/loss": 4.5,
-        "validation/perplexity": 90.0,
-        "validation/wiki": 4.0,
-    }
 
 
 def test_step_record_holds_every_number_and_is_in_the_file_before_the_next(tmp_path: Path) -> None:
@@ -117,13 +101,6 @@ def test_a_missing_tracker_names_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"^log\.{package}.*pip install 'mlm\[{package}\]'"):
         reporter(tmp_path, config=config)
-
-
-def test_an_out_that_is_a_file_is_a_user_error(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    out.write_text("")
-    with pytest.raises(UserError, match=rf"^out={out}: cannot write metrics.jsonl"), reporter(out):
-        pass
 
 
 GUIDE = (Path(__file__).parents[2] / "scripts/docs/pages/guides/runs.md").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlm.tracking.runs import MetricRows, names_of, number, read_run
+from mlm.tracking.runs import number, read_run
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
@@ -117,28 +117,6 @@ def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None
     found = read_run(run, "a")
     assert [name for name, _ in found.scores] == ["eval-loss.json"]
     assert found.kept == {"step-1"}
-
-
-def test_runs_are_named_by_what_tells_them_apart() -> None:
-    assert names_of(["x/a", "x/b"]) == ["a", "b"]
-    assert names_of(["x/a", "y/a", "b"]) == ["x/a", "y/a", "b"]
-
-
-def test_of_a_step_logged_twice_the_later_value_holds() -> None:
-    rows = MetricRows()
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
-        rows.add({"step": step, "loss": loss})
-    table = rows.table()
-    assert table["step"].tolist() == [1, 2, 3]
-    assert table["loss"].tolist() == [5.0, 4.5, 3.0]
-
-
-def test_a_column_that_comes_later_begins_with_gaps_and_their_number_is_bounded() -> None:
-    rows = MetricRows()
-    rows.add({"step": 1})
-    rows.add({"step": 2, **{f"name {n}": 1.0 for n in range(1000)}})
-    assert math.isnan(rows.columns["name 0"][0])
-    assert len(rows.columns) < 100
 
 
 @pytest.mark.parametrize("value", [None, True, "1", math.nan, math.inf, 10**400, [1]])

@@ -11,12 +11,6 @@ from mlm.util.errors import ConfigError, CorruptFileError, Problem, UserError, w
 SPLIT = Problem(("tp", "model.num_heads"), "tp=7 does not divide model.num_heads=32", "use tp=8")
 
 
-def test_problem_is_its_line() -> None:
-    assert SPLIT == "tp=7 does not divide model.num_heads=32; use tp=8"
-    assert Problem.at("out", None, "is no folder", "name one") == "out=null: is no folder; name one"
-    assert Problem.of("a line") == "a line"
-
-
 def test_problem_concerns_its_keys_and_their_sections() -> None:
     names = ("tp", "model.num_heads", "model", "model.num", "http")
     assert [name for name in names if SPLIT.concerns([name])] == ["tp", "model.num_heads", "model"]

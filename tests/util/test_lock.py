@@ -55,15 +55,6 @@ def test_a_writer_about_to_leave_is_waited_for(tmp_path: Path, holder: "subproce
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match=r"file.*set out=… to a folder that is"),
-        single_writer(tmp_path / "file"),
-    ):
-        pass
-
-
 def test_a_folder_that_its_last_writer_deleted_is_not_called_write_protected(tmp_path: Path) -> None:
     """Two exports to one folder: the second waits, and the first deletes what it worked in."""
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "gone")
@@ -81,16 +72,6 @@ def test_a_file_system_without_locks_warns_and_continues(
     refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     with mock.patch.object(fcntl, "flock", side_effect=refused), single_writer(tmp_path):
         assert "cannot be locked here" in caplog.text
-
-
-def test_a_disk_that_fails_when_locking_is_one_line(tmp_path: Path) -> None:
-    broken = OSError(errno.EIO, os.strerror(errno.EIO))
-    with (
-        mock.patch.object(fcntl, "flock", side_effect=broken),
-        pytest.raises(UserError, match=r"\.lock: Input/output error when locking it: .* set ckpt=…"),
-        single_writer(tmp_path, setting="ckpt"),
-    ):
-        pass
 
 
 def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:

@@ -42,8 +42,7 @@ os.stat = hide(status)
 """
 LINES = [
     "pretrain model=gpt2_tiny data=synthetic tp=2 train.steps=2 train.global_batch_size=8 out=run",
-    "pretrain resume=run train.steps=3",
-    "plan layouts gpus=8 model=gpt2_tiny hardware=dgx_h100",
+    "pretrain resume=run tp=1 train.steps=3",
     "doctor",
 ]
 

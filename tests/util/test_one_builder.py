@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlm.data.gpt import GPTDataset
@@ -57,9 +56,9 @@ def expected(folder: Path) -> str:
 
 
 def test_one_of_several_processes_builds_and_all_get_the_same(folder: Path) -> None:
-    workers = [start(folder, 1.0) for _ in range(4)]
+    workers = [start(folder, 0.5) for _ in range(3)]
     said = [worker.communicate()[0] for worker in workers]
-    assert said == [expected(folder)] * 4
+    assert said == [expected(folder)] * 3
     assert (folder / "built").read_text() == "x"
     assert [path.suffix for path in (folder / "cache").iterdir()] == [".npy"]  # and nothing else stays
 
@@ -91,18 +90,3 @@ def test_a_file_system_without_locks_is_done_without(tmp_path: Path, monkeypatch
         for _ in range(3):
             stack.enter_context(single_builder(tmp_path / "x"))
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    corpus = counting_corpus(tmp_path / "c", LENGTHS)
-    settings = {"seq_length": 4, "num_samples": 9, "seed": 3}
-    cached = GPTDataset(corpus, **settings, cache_dir=tmp_path / "file" / "cache", cache_from=0)  # type: ignore[arg-type]
-    plain = GPTDataset(corpus, **settings)  # type: ignore[arg-type]
-    assert np.array_equal(cached.gather(range(9)), plain.gather(range(9)))
-
-
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / ".x.lock").symlink_to(tmp_path / "precious")
-    with single_builder(tmp_path / "x"):
-        assert not (tmp_path / "precious").exists()

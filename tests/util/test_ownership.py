@@ -11,7 +11,6 @@ from mlm.util.ownership import (
     claim_folder,
     claim_problems,
     delete_owned,
-    kind_of_folder,
     read_marker,
     rejected_place,
 )
@@ -23,13 +22,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     return tmp_path
-
-
-def test_claim_makes_a_new_folder_and_marks_it(elsewhere: Path) -> None:
-    folder = claim_folder(elsewhere / "new" / "run", "run")
-    assert read_marker(folder) == {"format": "mlm-folder-1", "kind": "run", "created": True}
-    assert kind_of_folder(folder) == "run"
-    assert claim_folder(folder, "run") == folder  # again
 
 
 def test_claim_adopts_a_folder_with_nothing_in_the_way(elsewhere: Path) -> None:

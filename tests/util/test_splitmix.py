@@ -28,10 +28,6 @@ def test_draw_serves_each_stream_its_number() -> None:
     assert draw(states, np.array([0, 2])).tolist() == [PUBLISHED[0][0], PUBLISHED[1234567][2]]
 
 
-def test_root_takes_any_integer() -> None:
-    assert root(-1).tolist() == root((1 << 64) - 1).tolist() == [(1 << 64) - 1]
-
-
 def test_extreme_draws_stay_below_one_and_below_the_limit() -> None:
     extremes = np.array([0, (1 << 64) - 1], dtype=np.uint64)
     assert uniform(extremes).tolist() == [0.0, 1 - 2.0**-53]

@@ -13,7 +13,6 @@ import mlm
 from mlm.tracking.reporter import training_console
 from mlm.util.system import writable_streams
 from mlm.util.terminal import ProgressLines, Screen, add_row, console, progress_bar, table
-from tests.slow import slow_but
 
 
 def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +27,7 @@ def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFix
     ]
 
 
-PIECES = ("count", "bytes", "table", "error table", "training")
+PIECES = ("count", "table", "error table", "training")
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -38,8 +37,8 @@ def test_no_escape_code_is_written_to_a_pipe_even_in_a_notebook(
     """A notebook's kernel sets FORCE_COLOR for the commands it starts; rich takes that for a terminal."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-color")
-    if piece in ("count", "bytes"):
-        with progress_bar("scoring", 2, in_bytes=piece == "bytes") as advance:
+    if piece == "count":
+        with progress_bar("scoring", 2) as advance:
             advance(1)
     else:
         made = table("a title", "name", "number#")
@@ -90,19 +89,14 @@ class TestStreams:
 
     @pytest.mark.parametrize(
         "line, code, said",
-        slow_but(
-            {1, 3},
-            [
-                ('"$0" -m mlm help pretrain', 0, ""),
-                ('"$0" -m mlm help pretrain | true; exit "${PIPESTATUS[0]}"', 0, ""),
-                ('"$0" -m mlm plan schedule pp=2 | true; exit "${PIPESTATUS[0]}"', 0, ""),
-                (
-                    '"$0" -m mlm help pretrain > /dev/full',
-                    1,
-                    "mlm: standard output: No space left on device; what follows is not shown\n",
-                ),
-            ],
-        ),
+        [
+            ('"$0" -m mlm help pretrain | true; exit "${PIPESTATUS[0]}"', 0, ""),
+            (
+                '"$0" -m mlm help pretrain > /dev/full',
+                1,
+                "mlm: standard output: No space left on device; what follows is not shown\n",
+            ),
+        ],
     )
     def test_command_survives_its_standard_output(self, line: str, code: int, said: str) -> None:
         env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}

@@ -69,12 +69,7 @@ def shown(document: str, name: str) -> str:
     return html.unescape(found[1])
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("--blink-settings=preferredColorScheme=0", "--window-size=400,900")], ids=str
-)
-def test_every_curve_shows_its_last_value_and_the_console_is_empty(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_every_curve_shows_its_last_value_and_the_console_is_empty(tmp_path: Path) -> None:
     hostile = write_run(
         tmp_path / "hostile",
         started(),
@@ -90,7 +85,7 @@ def test_every_curve_shows_its_last_value_and_the_console_is_empty(
     ]
     page = tmp_path / "page.html"
     page.write_bytes(make_page(runs))
-    document, console = opened(page, *flags)
+    document, console = opened(page, "--blink-settings=preferredColorScheme=0", "--window-size=400,900")
     assert console == []
     assert re.search(r'<html[^>]* data-drawn="6"', document)
     assert document.count("<canvas") == 6

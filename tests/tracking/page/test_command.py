@@ -36,9 +36,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "listed"),
     [
         (["runs/a"], "['runs/a']"),
-        (["runs/a", "runs/b"], "['runs/a','runs/b']"),
         (["it's, [odd]"], r"['it\'s, [odd]']"),
-        (["runs=runs/a"], "['runs/a']"),
         (["runs=runs/a", "runs/b"], "['runs/a','runs/b']"),
         (["runs=[runs/a,runs/b]"], "[runs/a,runs/b]"),
     ],
@@ -60,9 +58,7 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
     thinned(
         [
             (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
-            (["runs/c"], f"runs=runs/c: no such folder; {FIX}"),
             (["."], f"runs=.: holds no run; {FIX}"),
-            (["runs/a/config.yaml"], f"runs=runs/a/config.yaml: is not a folder; {FIX}"),
             (
                 [f"many/{number}" for number in range(21)],
                 "runs: 21 runs; 20 is the limit; choose some, or write several pages",
@@ -71,21 +67,10 @@ def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixtur
                 ["runs/a", "out=x.png"],
                 "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
             ),
-            (["runs/a", "out=runs"], "out=runs: is a directory; name a file in it"),
-            (
-                ["runs/a", "out=runs/x"],
-                "out=runs/x: a page ends in .html; use a file that ends in .html, such as out=runs/x.html",
-            ),
-            (
-                ["runs/a", "out=no/x.html"],
-                "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
-                "out=x.html",
-            ),
             (
                 ["runs/a", "out=mine.html"],
                 "out=mine.html: exists and was not written by mlm; name another file, or delete it",
             ),
-            (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
             (
                 ["runs/a", "watch=true", "out=-"],
                 "out=-: watch=true writes the page again; name a file, such as out=report.html",

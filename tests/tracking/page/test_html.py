@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from mlm.tracking.page import html
 from mlm.tracking.page.html import curves_of, page, paragraph, table, thin
-from tests.slow import thinned
 
 NAUGHTY = "</title></script><script>alert(1)</script>"
 
@@ -76,21 +75,7 @@ NODE = shutil.which("node")
 @pytest.mark.skipif(NODE is None, reason="needs Node.js")
 @pytest.mark.parametrize(
     ("value", "label"),
-    thinned(
-        [
-            (1e30, "1e+30"),
-            (-1.23456e30, "-1.235e+30"),
-            (3.4e38, "3.4e+38"),
-            (1e15, "1e+15"),
-            (2.5e12, "2.5T"),
-            (123456, "123.5k"),
-            (99999, "99999"),
-            (1e-5, "0.00001"),
-            (1e-30, "1e-30"),
-            (0, "0"),
-        ],
-        2,
-    ),
+    [(-1.23456e30, "-1.235e+30"), (2.5e12, "2.5T"), (99999, "99999"), (1e-30, "1e-30"), (0, "0")],
 )
 def test_a_number_beside_an_axis_is_short(value: float, label: str) -> None:
     """At most 10 characters, which its margin holds."""

@@ -122,30 +122,6 @@ def test_runs_without_steps_or_validation_say_so(tmp_path: Path) -> None:
     assert "Curves" not in page_of(empty).texts
 
 
-def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "a", started(), stepped(1), stepped(2, loss=None), stepped(3)))
-    assert page.data["runs"][0]["curves"]["step:loss"]["y"] == [4.99, None, 4.97]
-    assert "a: 1 values of loss are not finite" in page.text
-
-
-def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
-    first, second = some_run(tmp_path / "a", seed=1), some_run(tmp_path / "b", seed=2)
-    content = make_page([read_run(first, "a"), read_run(second, "b")]).decode()
-    table = content.partition('<section id="settings">')[2].partition("<details>")[0]
-    assert re.findall(r'<th scope="row">([^<]*)</th>', table) == ["seed"]
-    assert re.findall(r"<td>([^<]*)</td>", table) == ["1", "2"]
-
-
-def test_a_long_command_is_whole(tmp_path: Path) -> None:
-    words = ["mlm", "pretrain", *(f"model.key_{n}=value" for n in range(200))]
-    assert " ".join(words) in page_of(write_run(tmp_path / "a", started(command=words), stepped(1))).texts
-
-
-def test_times_beyond_all_numbers_are_no_error(tmp_path: Path) -> None:
-    records = [started(), *(stepped(step, time=time) for step, time in ((1, -1.7e308), (2, 1.7e308)))]
-    assert "-:--:--" in page_of(write_run(tmp_path / "a", *records)).texts
-
-
 def test_scores_have_their_receipt(tmp_path: Path) -> None:
     run = some_run(tmp_path / "a")
     part = {"split": "test", "metrics": {"accuracy": 0.75}, "standard_errors": {"accuracy": 0.01}}
@@ -171,14 +147,6 @@ def test_samples_are_newest_first_and_earlier_ones_are_folded(tmp_path: Path) ->
     shown = section.partition("<details><summary>Earlier samples of a (4)")[0]
     assert "30\n2" in shown
     assert "20\n1" not in shown
-
-
-def test_samples_of_steps_that_are_trained_again_are_left_out(tmp_path: Path) -> None:
-    records = [sampled(10, "first"), sampled(20, "lost"), started(10), sampled(20, "again")]
-    page = page_of(write_run(tmp_path / "a", started(), *records))
-    assert "first" in page.texts
-    assert "again" in page.texts
-    assert "lost" not in page.texts
 
 
 def test_a_page_is_recognised_as_a_result_and_holds_the_licence_of_its_library(tmp_path: Path) -> None:
