@@ -113,12 +113,12 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
 @pytest.mark.slow
 def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> None:
     """SIGKILL, then Ctrl-C, which saves; the third start ends the run as one that nothing disturbed."""
-    rows = write_data(tmp_path / "race", "choice", train=40)
+    rows = write_data(tmp_path / "race", "choice", train=24)
     words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={rows}", "precision=fp64"]
-    words += ["task.max_length=32", "train.epochs=12", "train.global_batch_size=4", "train.validate_every=5"]
+    words += ["task.max_length=24", "train.epochs=10", "train.global_batch_size=4", "train.validate_every=5"]
     words += ["log.every=1", "dist.device=cpu", "dist.threads_per_rank=1", "optimizer.lr=1e-4"]
     out = tmp_path / "out"
-    for sign, step in ((signal.SIGKILL, 12), (signal.SIGINT, 30)):
+    for sign, step in ((signal.SIGKILL, 6), (signal.SIGINT, 12)):
         with child_run([*words, f"out={out}"], tmp_path / "log") as process:
             wait_for_step(out, step, process)
             process.send_signal(sign)

@@ -149,13 +149,6 @@ def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
     }
 
 
-def test_metrics_of_questions_that_are_not_there_are_left_out(tmp_path: Path) -> None:
-    task = shipped("squad_v2")
-    split = split_of(tmp_path, task, [SQUAD])
-    found = SPAN.score(task, split.rows, [Prediction("q1", "cat")])
-    assert list(found) == ["f1", "exact_match", "has_answer_f1", "has_answer_exact_match"]
-
-
 @pytest.mark.parametrize("name, module", [("sst2", "sklearn"), ("stsb", "scipy"), ("squad", "torchmetrics")])
 def test_missing_package_is_reported_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str

@@ -11,8 +11,7 @@ import transformers
 from torch import Tensor
 
 from mlm.convert.huggingface.families import mapping_of_kind
-from mlm.finetune.batches import TaskBatch, stack_labels
-from mlm.finetune.examples import Example
+from mlm.finetune.batches import TaskBatch
 from mlm.finetune.registry import task_type
 from mlm.finetune.scoring import Finetuning
 from mlm.models.config import ModelConfig
@@ -154,15 +153,3 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     loss.sum().backward()
     assert loss.tolist() == [0.0]
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_labels_keep_their_digits() -> None:
-    rows = [Example(0, (), 3.8), Example(1, (), None)]
-    labels = stack_labels(rows)
-    assert labels.dtype == torch.float64
-    np.testing.assert_array_equal(labels.numpy(), [3.8, np.nan])
-    assert stack_labels([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE_INDEX]
-    assert stack_labels([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [
-        [1, 2],
-        [IGNORE_INDEX, IGNORE_INDEX],
-    ]

@@ -20,7 +20,7 @@ from mlm.training.saver import SaveFailedError
 from mlm.training.state import save_best
 from mlm.training.trainer import Trainer
 from tests.finetune.runs import check_same_run, finetune, finetuning, losses, weights
-from tests.slow import slow_but
+from tests.slow import slow
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
 
@@ -80,11 +80,11 @@ def test_a_changed_setting_that_numbers_depend_on_is_told(
 
 
 STEP, BEST = (Trainer, "clip_and_update"), (loop, "save_best")
-KILLS = [(STEP, 3, 2), (STEP, 1, 0), (STEP, STEPS, 4), (BEST, 2, 4), (BEST, 1, 0), (BEST, 2, 100)]
+KILLS = [(STEP, 3, 2), (BEST, 2, 4), slow((BEST, 2, 100))]
 """Killed after the call of a function: between saves, or after a best checkpoint that no other knows of."""
 
 
-@pytest.mark.parametrize(("call", "at", "save_every"), slow_but({0, 3}, KILLS))
+@pytest.mark.parametrize(("call", "at", "save_every"), KILLS)
 def test_a_killed_run_continues_bit_for_bit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, at: int, save_every: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_repeated_steps_that_score_less_keep_the_best_checkpoint_and_its_scores(
     assert set(checkpoints(out / "best/checkpoints")) == {3}
 
 
-@pytest.mark.parametrize("full_until", slow_but({0}, [2, STEPS]))
+@pytest.mark.parametrize("full_until", [2, slow(STEPS)])
 def test_a_run_continues_where_its_best_weights_cannot_be_saved_unless_it_has_none_at_its_end(
     folder: Path,
     tmp_path: Path,

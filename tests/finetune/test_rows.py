@@ -114,14 +114,6 @@ def test_columns_of_a_file_are_read_by_the_names_of_the_task(tmp_path: Path) -> 
     assert found.rows[0].changes == ("prompt read from the column ask, rejected read from the column worse",)
 
 
-def test_a_column_that_no_row_has_is_one_line(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"ask": "q", "chosen": "a", "rejected": "b"}] * 3)
-    message = r'data\.columns={prompt:"asked"}: .*a\.jsonl has no column asked: use ask, chosen, rejected'
-    with pytest.raises(UserError, match=message) as caught:
-        read_split(shipped("preferences"), "train", path=str(path), columns={"prompt": "asked"})
-    assert len(str(caught.value).splitlines()) == 1
-
-
 # ----- RACE
 
 
@@ -222,14 +214,3 @@ def test_hub_out_of_reach_says_what_to_bring(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match=r"ConnectionError: no route.*train\.jsonl .* give data\.path="):
         read_split(shipped("rte"), "train", path=None)
-
-
-def test_task_of_ones_own_without_a_path_is_reported() -> None:
-    with pytest.raises(UserError, match=r"task mine has no data set on the Hub"):
-        read_split(pairs(), "train", path=None)
-
-
-def test_rows_of_another_task_lack_its_columns(tmp_path: Path) -> None:
-    """Not: rows of other subsets."""
-    with pytest.raises(UserError, match=r"train\.jsonl:1: no column '"):
-        split_of(tmp_path, shipped("race"), [{"sentence": "a cat", "label": 1}])
