@@ -7,7 +7,6 @@ import pytest
 
 from mlm.cli.compose.composition import load_config
 from mlm.cli.plan import (
-    MAX_COMPUTATIONS,
     check_plan_layouts,
     check_plan_memory,
     check_plan_schedule,
@@ -25,7 +24,6 @@ def problems_of(*overrides: str) -> list[str]:
         [],
         ["vp=2"],
         ["micro_batches=3"],
-        ["pp=1", "vp=2", "micro_batches=3"],
         ["pipeline=gpipe", "vp=2", "micro_batches=7"],
         ["pipeline=zb_h1", "micro_batches=7"],
     ],
@@ -39,10 +37,8 @@ def test_sound_settings_have_no_problem(overrides: list[str]) -> None:
     [
         (["pp=0", "micro_batches=0"], ["pp", "micro_batches"], ""),
         (["vp=2", "micro_batches=10"], ["micro_batches"], "use micro_batches=8 or micro_batches=12, or vp=1"),
-        (["vp=2", "micro_batches=3"], ["micro_batches"], "use micro_batches=4, or vp=1"),
         (["vp=2", "pipeline=zb_h1"], ["vp"], "use pipeline=1f1b or vp=1"),
         (["micro_batches=100000"], ["micro_batches"], "use micro_batches=62500 or fewer"),
-        ([f"pp={MAX_COMPUTATIONS}"], ["micro_batches"], "use a smaller pp or vp"),
         (["pp=0", "vp=2", "pipeline=zb_h1", "out=a"], ["pp", "vp", "out"], "use out=a.json"),
     ],
 )
@@ -58,14 +54,10 @@ def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
     assert problems_of("pp=96", "vp=7", remedy) == []
 
 
-@pytest.mark.parametrize(("out", "remedy"), [("a.jsn", "a.json"), ("a", "a.json"), ("..", "schedule.json")])
+@pytest.mark.parametrize(("out", "remedy"), [("a.jsn", "a.json"), ("..", "schedule.json")])
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
     endings = ".json or .svg or .png"
     assert problems_of(f"out='{out}'") == [f"out={out} must end in {endings}; use out={remedy}"]
-
-
-def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
-    assert problems_of(f"out={tmp_path}/new/folder/a.json") == []
 
 
 def test_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:

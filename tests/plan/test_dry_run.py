@@ -4,7 +4,6 @@ s sequence, b micro-batch, h hidden, a heads, l layers, V padded vocabulary, B g
 """
 
 import json
-import threading
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -29,7 +28,7 @@ from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
 from mlm.plan.trace import Message
 from mlm.training.trainer import Trainer
-from tests.slow import slow_but, thinned
+from tests.slow import slow
 
 S, B, H, A, L, V, BATCH = 128, 2, 64, 4, 2, 512, 8
 TINY = (
@@ -68,17 +67,13 @@ def messages(found: DryRun, axis: str) -> Counter[tuple[str, int]]:
 
 FULL = "recompute=full"
 LAYOUTS = (
-    f"{FULL} tp=1",
-    f"{FULL} tp=2 dp=2",
-    f"{FULL} tp=4 sequence_parallel=true",
     f"{FULL} tp=2 pp=2 dp=2 sequence_parallel=true",
-    f"{FULL} pp=2 vp=2 dp=2 model.num_layers=4",
-    f"{FULL} dp=2 zero=3",
-    f"{FULL} pp=2 pipeline=zb_h1",
+    slow(f"{FULL} pp=2 vp=2 dp=2 model.num_layers=4"),
+    slow(f"{FULL} dp=2 zero=3"),
 )
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS, 7))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_flops_of_all_ranks_are_equation_3(layout: str) -> None:
     """96 B s l h² (1 + s/6h + V/16lh), arXiv:2104.04473, recomputation of layers counted."""
     config = config_of(*layout.split())
@@ -169,17 +164,7 @@ def kept_per_layer(layout: str, device: torch.device) -> int:
 
 @pytest.mark.parametrize(
     ("layout", "t", "sequence"),
-    thinned(
-        [
-            ("tp=1", 1, 1),
-            ("tp=2", 2, 1),
-            ("tp=4", 4, 1),
-            ("tp=2 sequence_parallel=true", 2, 2),
-            ("tp=4 sequence_parallel=true", 4, 4),
-            ("tp=2 recompute=selective", 2, 1),
-        ],
-        4,
-    ),
+    [("tp=4", 4, 1), slow(("tp=2 sequence_parallel=true", 2, 2)), slow(("tp=2 recompute=selective", 2, 1))],
 )
 def test_activations_of_a_layer_are_table_2(layout: str, t: int, sequence: int) -> None:
     """arXiv:2205.05198: sbh (10 + 24/t), 34 sbh / t with sequence parallelism, attention scores not kept.
@@ -193,19 +178,16 @@ def test_activations_of_a_layer_are_table_2(layout: str, t: int, sequence: int) 
     assert kept_per_layer(layout, torch.device("meta")) == table + left_out
 
 
-@pytest.mark.parametrize(
-    ("layout", "sequence"), thinned([("tp=1", 1), ("tp=4", 1), ("tp=4 sequence_parallel=true", 4)], 3)
-)
-def test_full_recomputation_keeps_the_input_of_a_layer(layout: str, sequence: int) -> None:
-    assert kept_per_layer(f"{FULL} {layout}", torch.device("meta")) == 2 * S * B * H // sequence
+def test_full_recomputation_keeps_the_input_of_a_layer() -> None:
+    layout = f"{FULL} tp=4 sequence_parallel=true"
+    assert kept_per_layer(layout, torch.device("meta")) == 2 * S * B * H // 4
 
 
-@pytest.mark.parametrize("t", thinned([1, 2], 2))
-def test_attention_that_is_not_fused_keeps_5_bytes_per_score(t: int) -> None:
+def test_attention_that_is_not_fused_keeps_5_bytes_per_score() -> None:
     """Table 2 without selective recomputation: 5 a s² b / t more; by a CPU's real numbers."""
-    layout = f"tp={t} data.seq_length=32"
+    layout = "tp=2 data.seq_length=32"
     none, selective = (kept_per_layer(f"{layout} recompute={kind}", CPU) for kind in ("none", "selective"))
-    assert none - selective == 5 * A * 32**2 * B // t
+    assert none - selective == 5 * A * 32**2 * B // 2
 
 
 @cache
@@ -233,28 +215,19 @@ def test_state_is_that_of_a_built_rank(layout: str) -> None:
     assert parts[STATE] == sum(x.nbytes for x in state)
 
 
-@pytest.mark.parametrize(("kind", "moments"), slow_but({2}, [("SGD", 0), ("Adagrad", 1), ("Adam", 2)]))
-def test_state_of_another_optimizer_is_counted(
-    kind: str, moments: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_another_optimizer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLM_TRUST", "torch.optim")
-    found = dry(f"tp=2 optimizer.kind=torch.optim:{kind}")
-    assert found.log.peak().parts.get(STATE, 0) == pytest.approx(4 * moments * found.parameters, abs=4096)
+    found = dry("tp=2 optimizer.kind=torch.optim:Adagrad")
+    assert found.log.peak().parts.get(STATE, 0) == pytest.approx(4 * found.parameters, abs=4096)
 
 
 @pytest.mark.parametrize(
     ("layout", "rank", "few", "many"),
-    thinned(
-        [
-            ("tp=2", 0, 3, 5),
-            ("dp=2 zero=2 zero_reduce=every", 1, 3, 5),
-            ("pp=2 sequence_parallel=true tp=2", 0, 12, 14),
-            ("pp=2 recompute=full", 1, 11, 14),
-            ("pp=2 vp=2 model.num_layers=4", 0, 6, 10),
-            ("pp=2 pipeline=zb_h1", 0, 14, 16),
-        ],
-        6,
-    ),
+    [
+        ("dp=2 zero=2 zero_reduce=every", 1, 3, 5),
+        slow(("pp=2 recompute=full", 1, 11, 14)),
+        slow(("pp=2 vp=2 model.num_layers=4", 0, 6, 10)),
+    ],
 )
 def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: int) -> None:
     """FLOPs, messages and the peak of many micro-batches from few: the same as those of all."""
@@ -265,13 +238,6 @@ def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: 
     assert short.counts == whole.counts
     losses = 4 * (many - few) if short.ctx.pp.rank == short.ctx.pp.size - 1 else 0
     assert whole.log.peak().bytes - short.log.peak().bytes == losses
-
-
-def test_samples_that_mask_other_tokens_count_alike() -> None:
-    """A BERT's micro-batches differ in their masked tokens; one stands for all."""
-    words = ["model=bert_tiny", "tp=2", "dp=2", "train.global_batch_size=16", "train.micro_batch_size=1"]
-    found = dry_run(load_config("plan_dry_run", words), 0)
-    assert found.micro_batches == 8 > found.micro_batches_run
 
 
 def test_the_parts_of_the_peak_are_all_of_it() -> None:
@@ -287,10 +253,9 @@ def test_the_parts_of_the_peak_are_all_of_it() -> None:
             assert (VOCABULARY in peak.parts) == (rank in (7, 3))
 
 
-@pytest.mark.parametrize("micro_batches", slow_but({2}, [1, 2, 8]))
 @pytest.mark.parametrize(
-    ("pp", "dp", "pipeline"),
-    slow_but({1, 3}, [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 1, "gpipe"), (2, 2, "gpipe")]),
+    ("pp", "dp", "pipeline", "micro_batches"),
+    [(2, 1, "1f1b", 8), (2, 2, "gpipe", 8), slow((1, 1, "1f1b", 1))],
 )
 def test_the_last_stage_is_as_full_as_plans_predict(
     pp: int, dp: int, pipeline: Literal["1f1b", "gpipe"], micro_batches: int
@@ -322,14 +287,6 @@ def test_memory_of_a_cpu_is_that_of_its_own_tensors() -> None:
     assert dry_run(config, 0).log.peak().bytes != pytest.approx(found, rel=0.05)
 
 
-def test_nothing_else_starts_and_stays() -> None:
-    before = threading.active_count()
-    dry_run(config_of("tp=2", "dp=2"), 3)
-    assert threading.active_count() == before
-    assert not torch.distributed.is_initialized()
-    assert not hasattr(torch, "meta")
-
-
 def test_the_record_holds_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rank.json"
     found = run(config_of("tp=2", "dp=2", "rank=3", f"out={out}"))
@@ -347,7 +304,6 @@ def test_the_record_holds_what_is_printed(tmp_path: Path, capsys: pytest.Capture
     ("overrides", "problem"),
     [
         (["tp=2", "dp=2", "rank=4"], "rank=4 is none of the 4 ranks of tp=2 * pp=1 * dp=2; use rank=0 to 3"),
-        (["rank=1"], "rank=1 is none of the 1 ranks of tp=1 * pp=1 * dp=1; use rank=0"),
         (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
         (["out=x.html"], "out=x.html must end in .json; use out=x.json"),
     ],
@@ -355,17 +311,3 @@ def test_the_record_holds_what_is_printed(tmp_path: Path, capsys: pytest.Capture
 def test_a_mistake_is_one_line(overrides: list[str], problem: str) -> None:
     (line,) = check_plan_dry_run(config_of(*overrides))
     assert line.startswith(problem)
-
-
-def test_any_number_of_ranks_is_a_layout() -> None:
-    """A layout that this host could not start."""
-    assert (
-        check_plan_dry_run(config_of("tp=4", "dp=4096", "train.global_batch_size=8192", "rank=16383")) == []
-    )
-
-
-def test_a_corpus_is_not_read() -> None:
-    """Samples are random tokens, whatever the run would read."""
-    config = config_of("data=indexed", "data.path=x", "dp=2")
-    assert check_plan_dry_run(config) == []
-    assert dry_run(config, 0).counts == dry_run(config_of("dp=2"), 0).counts

@@ -38,10 +38,10 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "line",
     [
-        slow("model=gpt2_tiny model.num_layers=6 model.hidden_dropout=0 optimizer.eps=1e-6 train.steps=7"),
-        slow("model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64"),
+        slow(
+            "model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64 log.every=3"
+        ),
         "model=gpt2_tiny model.num_layers=8 pp=8 name=deep precision=fp16 hardware=dgx_a100_80g",
-        slow("model=llama_tiny data.reset_attention=true data.eod_id=0 data.seq_length=64 log.every=3"),
         "--config-dir=own model=mine out=plan.json tokens=1e9 price_per_gpu_hour=2 tp=2",
     ],
 )
@@ -65,8 +65,6 @@ def test_the_last_line_runs_the_model_that_was_planned(
     assert {**planned["data"], "kind": trained["data"]["kind"]} == trained["data"]
     for section in ("model", "optimizer", "schedule", "precision"):
         assert trained[section] == planned[section]
-    if "train.steps=7" in typed:
-        assert trained["train"]["steps"] == 7
 
 
 def test_files_hold_what_is_printed(tmp_path: Path) -> None:
@@ -78,8 +76,7 @@ def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     assert len(layouts) == len(rows) == 10
     assert [float(row["step_s"]) for row in rows] == [layout["step_s"] for layout in layouts]
     first = layouts[0]
-    for name in ("plan.json", "plan.csv"):  # what mlm wrote is replaced
-        assert main([*OF_TP_2, f"out={tmp_path / name}"]) == 0
+    assert main([*OF_TP_2, f"out={tmp_path / 'plan.csv'}"]) == 0  # what mlm wrote is replaced
     parts = [name for name in first if name.endswith("_bytes") and name != "memory_bytes"]
     assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
 
@@ -102,18 +99,6 @@ def test_a_comparison_leads_from_one_layout_to_the_other(
     assert f"B takes {ratio:.3g} times the time of A and {ratio / 2:.3g} times its GPU-hours" in printed
     for name in ("matmul", "tp", "bubble", "recompute", "optimizer"):
         assert re.search(rf"^ *{re.escape(name)} ", printed, re.MULTILINE), name
-
-
-def test_a_comparison_says_what_either_time_rests_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Here the first layout's alone: links between nodes, which the second does not use."""
-    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_h100.yaml").read_text())
-    measured = {**values, "is_calibrated": True, "network_is_assumed": True}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(measured))
-    words = [*COMPARE[:3], "tp2 dp8", "tp2 dp4", f"hardware={tmp_path / 'mine.yaml'}"]
-    assert main(words) == 0
-    assert "rate at usual sizes and links between nodes that were not measured" in capsys.readouterr().out
 
 
 def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,38 +174,15 @@ def test_a_preset_is_found_by_its_gpu_and_has_the_peaks_that_mfu_is_stated_again
         assert getattr(found.peak_tflops, unit) == (peak and pytest.approx(peak.flops / 1e12)), unit
 
 
-def test_gpus_without_a_preset_have_none() -> None:
-    for name in (
-        "NVIDIA GB200",
-        "NVIDIA H100 PCIe",
-        "NVIDIA GH200 480GB",
-        "Tesla V100-SXM2-32GB",
-        "Tesla T4",
-    ):
-        assert preset_of_gpu(name) is None
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     thinned(
         [
             ([*LAYOUTS, "hardware=dgx_a100"], "choose dgx_a100_40g or dgx_a100_80g"),
-            ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
-            (
-                [*LAYOUTS, "price_per_gpu_hour=2"],
-                "price_per_gpu_hour=2.0: has no effect with tokens=null; remove it, or set tokens",
-            ),
             ([*LAYOUTS, "gpus=509"], "use gpus=512"),
-            (["plan", "layouts", "model=gpt2_355m", "gpus=9999"], " = 9999); use fewer"),
             ([*LAYOUTS, "train.micro_batch_size=999"], "leave train.micro_batch_size=999 or cp=1"),
             ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
-            ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),
-            ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
-            ([*LAYOUTS, "dp=3"], "dp=3 = 3 ranks, not gpus=8); leave cp=1 or dp=3 to the search"),
-            ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "use gpus=4"),
-            ([*COMPARE, "tp3 dp4"], "b=tp3 dp4: tp=3 does not divide model.num_heads=16; use one that"),
-            ([*COMPARE, "tp2 dp4 tp4"], "b=tp2 dp4 tp4: tp4 comes after another word of the same setting"),
             ([*COMPARE, "tp2 zero4"], "b=tp2 zero4: zero4 is no word of a layout's name; write it as"),
             ([*MEMORY, "tp=2", "rank=2"], "use rank=0 to 1"),
         ],
@@ -252,14 +214,8 @@ HALF = ("name", "device", "devices_per_node", "memory_gib", "reserved_gib")
             yaml.safe_dump({**A100, "peak_tflops": {"bf16": float("inf")}}),
             "hardware.peak_tflops.bf16=Infinity must be finite",
         ),
-        slow(
-            (
-                yaml.safe_dump({**A100, "name": "${oc.env:HOME}"}),
-                "name: an interpolation (${…}) is not resolved here",
-            )
-        ),
     ],
-    ids=["no YAML", "incomplete", "infinite", "interpolated"],
+    ids=["no YAML", "incomplete", "infinite"],
 )
 def test_hardware_that_cannot_be_is_one_line(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -32,7 +32,7 @@ from mlm.training.kernels import keep_activations
 from mlm.training.pipelined import PipelinedModel
 from tests.plan.planned import GPT2, LLAMA, memory_of, planned_run
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow, slow_but
 
 BERT = ModelConfig(
     kind="bert", num_layers=4, hidden_size=48, num_heads=4, max_positions=32, vocab_size=1000, token_types=2
@@ -43,10 +43,8 @@ QWEN = replace(
 )
 
 
-@pytest.mark.parametrize(
-    "model", [GPT2, BERT, POST, LLAMA, QWEN], ids=["gpt2", "bert", "bert-post", "llama", "qwen"]
-)
-@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (1, 3, 1), (2, 2, 2)])
+@pytest.mark.parametrize("model", [GPT2, POST, QWEN], ids=["gpt2", "bert-post", "qwen"])
+@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 3, 1), (2, 2, 2)])
 def test_every_rank_holds_the_parameters_that_are_predicted(
     model: ModelConfig, tp: int, pp: int, vp: int
 ) -> None:
@@ -80,7 +78,7 @@ def test_sharded_ranks_hold_the_rows_that_are_predicted() -> None:
 
 @pytest.mark.parametrize(
     ("name", "p", "v", "m"),
-    [*product(["1f1b", "zb_h1", "gpipe"], [1, 4], [1], [2, 8]), ("1f1b", 4, 3, 8), ("gpipe", 4, 2, 8)],
+    [*product(["1f1b", "zb_h1", "gpipe"], [4], [1], [2, 8]), ("1f1b", 4, 3, 8), ("gpipe", 4, 2, 8)],
 )
 def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m: int) -> None:
     plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
@@ -88,8 +86,7 @@ def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m:
     assert [in_flight(layout, rank) for rank in range(p)] == list(plan.peak_in_flight)
 
 
-@pytest.mark.parametrize("tp", thinned([1, 4], 2))
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "bf16"), (4, "fp32")])
 def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
     """Bytes of all that a real layer's graph keeps, parameters and their casts left out."""
     model = replace(GPT2, num_layers=1, hidden_size=256, num_heads=8, max_positions=128, hidden_dropout=0.1)
@@ -101,9 +98,7 @@ def test_a_layer_keeps_what_autograd_saves(tp: int, dtype: Any) -> None:
     assert two.saved_bytes["0"] == pytest.approx(found, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "budget", [pytest.param(0.8, marks=pytest.mark.slow), 0.4, pytest.param(0.2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("budget", [slow(0.8), 0.4])
 def test_a_compiled_layer_keeps_about_its_budget(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's partitioner keeps a tensor whole or not at all; and the gradients do not change."""
     # a GPU's: an opaque product is first to be recomputed
@@ -151,18 +146,12 @@ COMMON = (
     "train.micro_batch_size=2",
 )
 DRY_RUNS = (
-    "model=gpt2_tiny dp=4",
-    "model=gpt2_tiny tp=2 sequence_parallel=true recompute=full",
     "model=gpt2_tiny pp=2 vp=2 model.num_layers=4",
-    "model=llama_tiny cp=2 dp=2",
     "model=llama_tiny cp=2 tp=2 sequence_parallel=true pp=2",
-    "model=llama_tiny tp=2 tp_overlap=4",
     "model=gpt2_tiny optimizer.kind=muon",
     "model=gpt2_tiny tp=2 dp=2 zero=2 ema.decay=0.9",
     "model=llama_tiny lora.rank=4 dp=2",
-    "model=bert_tiny",
     "model=moe_tiny dp=4 ep=2 zero=2",
-    "model=moe_tiny tp=2 dp=2 ep=2",
     "model=moe_tiny dp=2 ep=2 model.num_layers=3 model.options.dense_layers=1 model.options.shared_experts=1",
     "model=gpt2_tiny model.hidden_size=256 model.num_layers=4 precision=fp8 tp=2",
 )
@@ -176,7 +165,7 @@ def planned(words: str) -> tuple[PlanDryRunConfig, MemoryModel, PlannedLayout]:
     return config, MemoryModel(counts_of(config, "gpu")), layout
 
 
-@pytest.mark.parametrize("words", thinned(DRY_RUNS, 12))
+@pytest.mark.parametrize("words", slow_but({0, 6}, DRY_RUNS))
 def test_memory_is_what_a_dry_run_of_the_whole_rank_counts(words: str) -> None:
     """Parameters and state exactly; all of the peak within a twentieth, of a model whose layers are small."""
     config, memory, layout = planned(words)
