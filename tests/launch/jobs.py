@@ -53,14 +53,6 @@ def facts(config: GenerateConfig, ctx: ParallelContext) -> None:
     )
 
 
-def user_error(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """Rank 1 finds a mistake of the user while rank 0 waits for it."""
-    tell(config, ctx)
-    if ctx.rank == 1:
-        raise UserError("data.path=nowhere is missing: build it with `mlm data build`")
-    dist.all_reduce(torch.zeros(1))
-
-
 def same_user_error(config: GenerateConfig, ctx: ParallelContext) -> None:
     """All ranks find the same mistake."""
     raise UserError("data.path=nowhere is missing: build it with `mlm data build`")

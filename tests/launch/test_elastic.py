@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = [
     *("model=gpt2_tiny", "data=synthetic", "data.seq_length=16", "train.steps=100000", "tp=2"),
     *("train.global_batch_size=4", "train.micro_batch_size=4", "train.validate_every=0"),
-    *("checkpoint.save_every=5", "log.every=1", "dist.timeout_s=30"),
+    *("checkpoint.save_every=2", "log.every=1", "dist.timeout_s=30"),
 ]
 
 
@@ -33,10 +33,10 @@ def test_a_killed_rank_restarts_the_job_where_it_was(tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        wait_for_step(out, job, runs=1, after=5)
+        wait_for_step(out, job, runs=1, after=2)
         while not (out / "checkpoints" / "latest").exists():  # written in the background
             time.sleep(0.05)
-        first = wait_for_step(out, job, runs=1, after=5)
+        first = wait_for_step(out, job, runs=1, after=2)
         os.kill(ranks_of(job.pid)[1], signal.SIGKILL)
         wait_for_step(out, job, runs=2, after=first)
     finally:

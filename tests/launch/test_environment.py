@@ -68,7 +68,6 @@ def test_torchrun_wins_over_slurm() -> None:
         {},
         {**ALLOCATION, "SLURM_PROCID": "0"},  # the batch script
         {**STEP, "SLURM_STEP_ID": "4294967291"},  # the batch script, numbered
-        {**STEP, "SLURM_STEP_ID": "4294967290"},  # a shell of salloc
         {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
     ],
 )
@@ -76,12 +75,9 @@ def test_shell_in_an_allocation_is_no_rank(environ: dict[str, str]) -> None:
     assert read_rank_position(environ) is None
 
 
-@pytest.mark.parametrize("inherited", [{"SLURM_PTY_PORT": "34889"}, {"SLURM_JOB_NAME": "bash"}])
-def test_a_shell_of_srun_pty_starts_plainly_and_ranks_started_from_it_are_ranks(
-    inherited: dict[str, str],
-) -> None:
+def test_a_shell_of_srun_pty_starts_plainly_and_ranks_started_from_it_are_ranks() -> None:
     """The variables are those of `srun --pty --ntasks=512 bash` of SLURM; that shell alone has a terminal."""
-    environ = repr({**STEP, **inherited})
+    environ = repr({**STEP, "SLURM_PTY_PORT": "34889", "SLURM_JOB_NAME": "bash"})
     imports = "from mlm.launch.environment import read_rank_position"
     look = f"{imports}; print(read_rank_position({environ}) is None)"
     assert "True" in in_terminal([sys.executable, "-c", look])
@@ -105,9 +101,7 @@ def in_terminal(words: list[str]) -> str:
     "nodelist, first",
     [
         ("node1", "node1"),
-        ("node1,node2", "node1"),
         ("node[007-009,12],gpu3", "node007"),
-        ("gpu[3,5-9]", "gpu3"),
         ("rack[2-3]-n[10-12].x", "rack2-n10.x"),
     ],
 )
@@ -122,17 +116,13 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "
     ("environ", "problem"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, r"MASTER_ADDR is not set.*unset RANK and WORLD_SIZE"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one in the environment is not a whole number"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
-        ({**TORCHRUN, "RANK": "5"}, "RANK=5 in the environment is not below WORLD_SIZE=2"),
         (
             {**STEP, "SLURM_PROCID": "512"},
             "SLURM_PROCID=512 in the environment is not below SLURM_STEP_NUM_TASKS=",
         ),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "0"}, "SLURM_TASKS_PER_NODE=0"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
-        ({**STEP, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
     ],
 )
 def test_impossible_position_is_a_user_error(environ: dict[str, str], problem: str) -> None:
@@ -142,7 +132,7 @@ def test_impossible_position_is_a_user_error(environ: dict[str, str], problem: s
 
 @pytest.mark.parametrize(
     "wanted, typed, expected",
-    [(None, "", 4), (None, "16", 4), (3, "2", 3), (None, "2", 2), (None, "2,1", 4), (None, "9" * 5000, 4)],
+    [(None, "16", 4), (3, "2", 3), (None, "2", 2), (None, "9" * 5000, 4)],
 )
 def test_threads_are_shared_unless_set(wanted: int | None, typed: str, expected: int) -> None:
     by_torchrun = {"RANK": "0", "WORLD_SIZE": "2"} if typed == "16" else {}  # which sets the variable itself
@@ -176,10 +166,8 @@ print(devices._may_have_gpus(), "torch" in sys.modules)
     ("version", "driver", "expected"),
     [
         ("cuda: Optional[str] = None\nhip: Optional[str] = None", "libc.so.6", False),
-        ("cuda = None\nrocm = '6.4'", "libc.so.6", False),
         ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", "none.so", True),  # ROCm: torch is asked
         ("cuda = '13.0'\nhip = None", "none.so", False),  # a host without the driver
-        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "libc.so.6", True),
     ],
 )
 def test_torch_is_asked_where_its_build_and_the_host_may_have_gpus(

@@ -24,19 +24,17 @@ from mlm.launch.failure import (
     Watchdog,
     describe,
     flight_recorder,
-    load_failures,
     log_path,
     report,
-    save_failure,
 )
 from mlm.launch.process import ALONE, run_rank
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import LostPeer, Watch
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import UserError
 from tests.launch import jobs as launch_jobs
 from tests.launch.ranks_of_jobs import wait_gone
 
-TIMEOUT_S = 3
+TIMEOUT_S = 2
 GONE = threading.Event()
 LOST = replace(
     describe(LostPeer("rank 2: step 5: all_reduce over tp (ranks 2, 3) did not finish"), 2), time=1.0
@@ -56,7 +54,6 @@ def lose_rank_1(axis: str, signal_name: str, folder: Path) -> tuple[int, list[di
 @pytest.mark.parametrize(
     "axis, rank, op, ranks",
     [
-        ("tp", 0, "all_reduce", "0, 1"),
         ("dp", 3, "all_reduce", "1, 3"),
         ("pp", 3, "receive from rank 1", "1, 3"),
     ],
@@ -131,15 +128,6 @@ def test_watchdog_leaves_a_rank_alone_that_computes(
     assert watched(Watch(timeout_s=0.05), others_failed) == []
 
 
-def test_watchdog_tells_what_a_rank_waits_for_when_another_failed(
-    watched: Callable[..., list[Failure]],
-) -> None:
-    watch = Watch(rank=1)
-    with watch.waiting("barrier", "world", (0, 1)):
-        told = watched(watch, others_failed=True)
-    assert [failure.lost_peer for failure in told] == [True]
-
-
 def wait_long(config: GenerateConfig, ctx: ParallelContext) -> None:
     """Be inside a wait until the watchdog has ended the rank."""
     with ctx.watch.waiting("all_reduce", "tp", (0, 1)):
@@ -169,11 +157,6 @@ def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
         f"mlm: {LOST.message}",
         f"mlm: rank 3 waited for nobody: look there first, and in {tmp_path}; none was saved",
     ]
-
-
-def test_a_rank_that_ended_well_is_no_suspect(tmp_path: Path) -> None:
-    text, _ = report([LOST], [ProcessEnd(0, 97, 0), ProcessEnd(2, 99, 1)], world_size=4, logs=tmp_path)
-    assert text.splitlines()[1].startswith("mlm: ranks 1, 3 waited for nobody")
 
 
 def test_deadlock_shows_the_waits_of_all(tmp_path: Path) -> None:
@@ -249,19 +232,11 @@ def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:
         assert str(tmp_path) not in text  # the folder of the launch, which is removed
 
 
-def test_failure_survives_the_way_to_the_parent(tmp_path: Path) -> None:
-    failure = describe(ConfigError(["tp=3", "dp=0"]), 7)
-    save_failure(failure, tmp_path)
-    assert load_failures(tmp_path) == [failure]
-
-
 @pytest.mark.parametrize(
     "error, lost",
     [
         (DistBackendError("NCCL error"), True),
-        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("no gloo here"), False),
         (UserError("nccl is not available: set dist.backend=gloo"), False),
     ],
 )

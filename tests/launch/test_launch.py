@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlm.launch import child_run
-from mlm.launch.config import DistConfig
 from mlm.launch.rules.layout import Launch
-from mlm.launch.start import choose_world_size, launch_facts, listen
+from mlm.launch.start import choose_world_size, listen
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import CheckFailedError, UserError
 from tests.launch import jobs as launch_jobs
@@ -38,13 +37,6 @@ def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:
     assert launch_jobs.start("facts", tmp_path, tp=1) == 0
     facts = json.loads((tmp_path / "rank-0.json").read_text())
     assert (facts["pid"], facts["world_size"], facts["total"]) == (os.getpid(), 1, 1.0)
-
-
-@pytest.mark.slow
-def test_user_error_on_one_rank_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = launch_jobs.start("user_error", tmp_path)
-    expected = "mlm: rank 1: data.path=nowhere is missing: build it with `mlm data build`\n"
-    assert (code, capfd.readouterr().err) == (2, expected)
 
 
 @pytest.mark.slow
@@ -75,30 +67,13 @@ def test_port_in_use_is_reported_before_any_rank_starts(tmp_path: Path) -> None:
             launch_jobs.start("facts", tmp_path, master_port=port)
 
 
-def test_out_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file where the folder of logs should be")
-    with pytest.raises(UserError, match=r"out=.*choose another out"):
-        launch_jobs.start("facts", tmp_path)
-
-
-def test_start_as_a_rank_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch_facts(DistConfig(device="cpu")) == Launch(world_size=None, local_devices=None)
-    place = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    for key, value in place.items():
-        monkeypatch.setenv(key, value)
-    facts = launch_facts(DistConfig(device="cpu"))
-    assert facts == Launch(world_size=8, local_devices=None)
-
-
 @pytest.mark.parametrize(
     "dp, started, gpus, expected",
     [
         (None, None, None, 2),  # plain on CPU: one replica
-        (3, None, None, 6),
         (None, None, 8, 8),  # plain on CUDA: all GPUs
         (None, None, 7, 6),
         (None, 16, 8, 16),  # joined: all ranks that were started
-        (8, 16, 8, 16),
     ],
 )
 def test_dp_takes_what_is_left(dp: int | None, started: int | None, gpus: int | None, expected: int) -> None:

@@ -81,13 +81,6 @@ def test_name_that_the_cluster_registers_late_is_waited_for(
     assert resolver[:2] == ["late", "late"]
 
 
-def test_own_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, resolver: list[str]) -> None:
-    named(monkeypatch, "nosuch")
-    with pytest.raises(UserError):
-        check_addresses(place("nosuch"), {}, wait_s=60.0)
-    assert resolver == ["nosuch"]
-
-
 @pytest.mark.parametrize(
     ("name", "why"), [("nosuch", "does not resolve"), ("debian", "resolves to 127.0.1.1 only")]
 )

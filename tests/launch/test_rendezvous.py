@@ -122,13 +122,6 @@ def test_a_port_that_accepts_and_never_answers_is_named_in_time(monkeypatch: pyt
     over.set()
 
 
-def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as late:
-        late.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: late.listen(1))
-        assert rendezvous.no_connection("127.0.0.1", late.getsockname()[1], 60.0) == ""
-
-
 def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

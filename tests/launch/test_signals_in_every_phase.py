@@ -1,4 +1,4 @@
-"""Requests to stop that reach processes while they import, wait for each other, load, compile or validate."""
+"""Requests to stop that reach processes while they import, wait for each other, load, compile or save."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import pytest
 
 from mlm.cli import main
 from mlm.launch.stop import ECHO_S
+from tests.slow import slow
 
 RUN = [
     *("pretrain", "model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=1", "data=synthetic"),
@@ -104,7 +105,6 @@ def wait_for_server(port: int, process: "subprocess.Popen[str]") -> None:
 PHASES = {
     "loading": "mlm.cli.pretrain.run.resume",
     "compiling": "mlm.training.trainer.compile_layers",
-    "validating": "mlm.training.trainer.Trainer.validate",
     "saving": "mlm.training.loop.Loop.save",
     "finishing": "mlm.cli.pretrain.run.print_next_commands",
 }
@@ -114,15 +114,8 @@ PHASES = {
     "phase, number, code, steps",
     [
         ("loading", signal.SIGTERM, 143, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("compiling", signal.SIGHUP, 129, 1),
-                ("validating", signal.SIGUSR1, 0, 1),
-                ("saving", signal.SIGUSR1, 0, 2),
-                ("finishing", signal.SIGUSR1, 0, 2),
-            )
-        ),
+        slow(("compiling", signal.SIGHUP, 129, 1)),
+        slow(("saving", signal.SIGUSR1, 0, 2)),
         ("finishing", signal.SIGTERM, 0, 2),
     ],
 )

@@ -89,8 +89,8 @@ def test_a_signal_as_the_ranks_leave_does_not_lose_their_exit_code(cluster: Path
     (cluster / "srun").write_text(AT_ITS_END)
     environ = {"PATH": f"{cluster}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ASK_EVERY_S": "1"}
     command = ["bash", "-c", 'export SCRIPT=$$; . "$0"', str(SCRIPT)]
-    codes = [subprocess.run(command, cwd=cluster, env=environ, timeout=20).returncode for _ in range(10)]
-    assert codes == [7] * 10
+    codes = [subprocess.run(command, cwd=cluster, env=environ, timeout=20).returncode for _ in range(3)]
+    assert codes == [7] * 3
 
 
 def test_no_process_outlives_the_script(cluster: Path) -> None:

@@ -25,13 +25,10 @@ def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_launcher", [True, False])
-def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(
-    to_launcher: bool, tmp_path: Path, start: Start
-) -> None:
-    """As `systemctl stop` does, and `scancel` of a batch job."""
+def test_a_signal_that_reaches_the_ranks_themselves_lets_all_save(tmp_path: Path, start: Start) -> None:
+    """As `systemctl stop` does."""
     command = start("save_on_request", tmp_path)
-    for pid in [rank["pid"] for rank in told(tmp_path)] + [command.pid] * to_launcher:
+    for pid in [rank["pid"] for rank in told(tmp_path)] + [command.pid]:
         os.kill(pid, signal.SIGTERM)
     _, error = command.communicate(timeout=DEADLINE_S)
     assert [rank["reason"] for rank in told(tmp_path)] == ["SIGTERM"] * 2
@@ -80,15 +77,6 @@ def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
     facts = told(tmp_path)
     command.kill()
     wait_gone(facts)
-
-
-@pytest.mark.slow
-def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    command = start("facts", tmp_path, *torchrun)
-    _, error = command.communicate(timeout=DEADLINE_S)
-    assert command.returncode == 0, error
-    assert [rank["total"] for rank in told(tmp_path)] == [3.0, 3.0]
 
 
 @pytest.mark.slow

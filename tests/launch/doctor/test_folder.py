@@ -63,16 +63,6 @@ def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(
     assert row.remedy.startswith("name a folder on a file system that all hosts mount")
 
 
-def test_a_rank_whose_files_rank_0_does_not_see_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = folders.write_atomic
-    lost = lambda path, content: None if path.name == ".mlm-doctor-1" else write(path, content)  # noqa: E731
-    monkeypatch.setattr(folders, "write_atomic", lost)
-    found = checked(monkeypatch, *[tmp_path] * 3)
-    assert "does not see what rank 1 wrote" in found[0][0].result
-
-
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_written_is_found(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,22 +100,6 @@ def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
     assert found.status == "warn"
     assert "MB/s: a checkpoint of a billion parameters takes" in found.result
     assert "checkpoint.save_every" in found.remedy
-
-
-def test_a_disk_that_fills_up_while_it_is_written_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = os.fsync
-
-    def full(descriptor: int) -> None:
-        if os.fstat(descriptor).st_size == folders.PIECE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    found = alone(tmp_path)
-    assert statuses(found)[SPEED] == "fail"
-    assert list(tmp_path.iterdir()) == []
 
 
 def take_anyway(self: Lock, wait_s: float = 0.0) -> bool:

@@ -31,24 +31,17 @@ def limit(soft: int) -> Callable[[Any], tuple[int, int]]:
     ("check", "planted", "status", "remedy"),
     [
         (lambda: host.memory(100 * MIB, ranks_here=2), None, "fail", "start fewer ranks"),
-        (lambda: host.memory(3 * GIB, ranks_here=2), None, "warn", "start fewer ranks"),
         (lambda: host.memory(9 * GIB, ranks_here=2), None, "ok", "start fewer ranks"),
         (lambda: host.disk(Path("runs")), statvfs(100 * MIB), "fail", ""),
-        (lambda: host.disk(Path("runs")), statvfs(2 * GIB), "warn", ""),
         (lambda: host.disk(Path("runs")), statvfs(100 * GIB), "ok", ""),
         (lambda: host.disk(Path("runs")), statvfs(100 * GIB, inodes=0), "fail", ""),
         (lambda: host.disk(Path("no/where")), None, "fail", ""),
-        (lambda: host.open_files(8), limit(100), "fail", "ulimit -n"),
         (lambda: host.open_files(512), limit(100), "fail", "ulimit -n 2304"),
         (lambda: host.open_files(512), limit(300), "fail", "ulimit -n 2304"),
         (lambda: host.open_files(8), limit(300), "ok", ""),
-        (lambda: host.open_files(8), limit(resource.RLIM_INFINITY), "ok", ""),
         (lambda: host.locked_memory(True), limit(8192), "warn", ""),
-        (lambda: host.locked_memory(False), limit(8192), "ok", ""),
         (lambda: host.shared_memory(False), statvfs(MIB), "fail", "--shm-size"),
         (lambda: host.shared_memory(True), statvfs(64 * MIB), "warn", "--shm-size"),
-        (lambda: host.shared_memory(False), statvfs(64 * MIB), "ok", "--shm-size"),
-        (lambda: host.shared_memory(True), statvfs(9 * GIB), "ok", "--shm-size"),
     ],
 )
 def test_too_little_of_a_resource_is_found(
@@ -95,12 +88,11 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("variable", "value", "status"),
     [
-        *((name, value, "warn") for name, value in [("NCCL_DEBUG", "info"), ("NCCL_P2P_DISABLE", "1")]),
-        *((name, "1", "warn") for name in ("NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING")),
+        ("NCCL_DEBUG", "info", "warn"),
+        *((name, "1", "warn") for name in ("NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING")),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn"),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn"),
         ("OMP_NUM_THREADS", "4096", "warn"),
-        *((name, value, "ok") for name, value in [("NCCL_DEBUG", "WARN"), ("NCCL_P2P_DISABLE", "0")]),
+        ("NCCL_P2P_DISABLE", "0", "ok"),
         ("OMP_NUM_THREADS", "1", "ok"),
     ],
 )
@@ -121,8 +113,3 @@ def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
     (row,) = rows_of(each, ["a", "b", "b", "c"])
     assert (row.status, row.ranks) == ("fail", (1, 3))
     assert (row.result, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
-
-
-def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
-    (row,) = rows_of([[CheckResult("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
-    assert (row.result, row.remedy, row.ranks) == ("9 GB", "", ())
