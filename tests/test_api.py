@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import inspect
-import itertools
 import json
 import math
 import re
@@ -24,7 +23,7 @@ import mlm
 from mlm.cli.entry import main
 from mlm.inference.scoring import Request, score
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_berts import add_word_pieces, make_bert
+from tests.convert.hf_berts import make_bert
 from tests.convert.hf_models import TEXT, add_tokenizer, make_model
 from tests.data.chats import TALK
 from tests.finetune.chats import write_llama
@@ -119,10 +118,6 @@ class TestSurface:
         for name, module in homes.items():
             assert getattr(mlm, name) is getattr(sys.modules[str(module)], name)
 
-    def test_unknown_name_is_an_attribute_error(self) -> None:
-        with pytest.raises(AttributeError, match="module 'mlm' has no attribute 'lode'"):
-            mlm.lode  # noqa: B018
-
     def test_import_needs_no_torch(self) -> None:
         code = "import sys, mlm, mlm.models; assert mlm.__version__; assert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -189,7 +184,6 @@ class TestLogits:
                 torch.zeros(0, 3, dtype=torch.int64),
                 r"tokens: an empty batch, int64 \[0, 3\]; give a sequence",
             ),
-            ([1, 2], r"tokens: int64 \[2\], not int64 \[B, S\]"),
             ([[0.5]], r"tokens: float32 \[1, 1\], not int64"),
         ],
     )
@@ -197,13 +191,8 @@ class TestLogits:
         with pytest.raises(ValueError, match=problem):
             model.logits(tokens)
 
-    @pytest.mark.parametrize("tokens", [[[1], [2, 3]], "To be", None, [["a"]]], ids=str)
-    def test_what_are_no_tokens_is_rejected(self, model: mlm.Model, tokens: Any) -> None:
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            model.logits(tokens)
 
-
-BERTS = list(itertools.product(("bert", "megatron-bert"), ("ForPreTraining", "ForMaskedLM")))
+BERTS = [("bert", "ForPreTraining"), ("megatron-bert", "ForMaskedLM")]
 
 
 class TestMaskedLogits:
@@ -220,11 +209,10 @@ class TestMaskedLogits:
         # float32 sums in another order
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
-    @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-    def test_they_are_equal_on_every_rank_and_layout(self, tmp_path: Path, layout: dict[str, int]) -> None:
+    def test_they_are_equal_on_every_rank(self, tmp_path: Path) -> None:
         make_bert(tmp_path, "bert", "ForPreTraining")
         want = mlm.load(tmp_path, precision="fp64", device="cpu").logits(tokens_of())
-        for found in run_on_ranks(logits_on_rank, tmp_path, **layout):
+        for found in run_on_ranks(logits_on_rank, tmp_path, tp=2):
             torch.testing.assert_close(found, want)  # float64
 
 
@@ -246,7 +234,7 @@ def used_on_rank(ctx: ParallelContext, folder: Path) -> Used:
     return used(model)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_results_are_equal_on_every_rank_and_layout(folder: Path, layout: dict[str, int]) -> None:
     logits, texts, scores = used(mlm.load(folder, precision="fp64", device="cpu"))
     for found in run_on_ranks(used_on_rank, folder, **layout):
@@ -260,7 +248,7 @@ class TestGenerate:
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"temperature": 0.0, "stop": ["e"]}, {"top_k": 5, "seed": 7}, {"no_repeat_ngram_size": 2}],
+        [{"temperature": 0.0, "stop": ["e"]}, {"top_k": 5, "seed": 7}, {"no_repeat_ngram_size": 2}],
         ids=str,
     )
     def test_texts_are_those_of_the_command(
@@ -285,7 +273,6 @@ class TestGenerate:
         [
             ({"max_new_tokens": 0}, "max_new_tokens=0 must be greater than 0"),
             ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
-            ({"temperature": "hot"}, "temperature=hot: must be a finite number"),
             ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
             ({"stop": ""}, 'stop="": would end'),
         ],
@@ -332,7 +319,7 @@ class TestScore:
 class TestLoaded:
     """The object that `load` returns."""
 
-    @pytest.mark.parametrize("precision", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+    @pytest.mark.parametrize("precision", ["torch.bfloat16", torch.bfloat16])
     def test_it_knows_its_device_number_format_and_shape(
         self, folder: Path, precision: str | torch.dtype
     ) -> None:
@@ -345,7 +332,7 @@ class TestLoaded:
 class TestErrors:
     """Mistakes, each a ValueError of one line."""
 
-    @pytest.mark.parametrize("name", ["ForPreTraining", "Model", "ForSequenceClassification"])
+    @pytest.mark.parametrize("name", ["ForPreTraining", "Model"])
     def test_a_bert_continues_no_text_and_without_its_head_predicts_no_tokens(
         self, tmp_path: Path, name: str
     ) -> None:
@@ -360,15 +347,10 @@ class TestErrors:
         with pytest.raises(ValueError, match="was not finetuned on a task"):
             model.predict("To be")
 
-    @pytest.mark.parametrize("use", ["generate", "score", "predict"])
-    @pytest.mark.parametrize("texts", [7, None, ["To be", 7]], ids=str)
+    @pytest.mark.parametrize(("use", "texts"), [("generate", ["To be", 7]), ("score", None)], ids=str)
     def test_what_is_no_text_is_a_type_error_of_one_line(
-        self, model: mlm.Model, tmp_path: Path, use: str, texts: Any
+        self, model: mlm.Model, use: str, texts: Any
     ) -> None:
-        if use == "predict":
-            make_bert(tmp_path, "bert", "ForSequenceClassification")
-            add_word_pieces(tmp_path)
-            model = mlm.load(tmp_path, device="cpu")
         with pytest.raises(TypeError) as caught:
             getattr(model, use)(texts)
         assert "\n" not in str(caught.value)
@@ -389,7 +371,7 @@ class TestErrors:
             mlm.load(folder, **options)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize("name", ["nothere", "runs/nothere", "corpus", "corpus/train.bin"])
+    @pytest.mark.parametrize("name", ["runs/nothere", "corpus/train.bin"])
     def test_what_is_no_model_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
@@ -400,31 +382,18 @@ class TestErrors:
             mlm.load(name)
         assert "\n" not in str(caught.value)
 
-    def test_a_problem_of_the_checkpoint_does_not_speak_of_the_command_line(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
-        with pytest.raises(ValueError) as caught:
-            mlm.load("hub:nobody/nothing")  # the tests have no Hub
-        assert str(caught.value).startswith("nobody/nothing: no such folder")
-
     @pytest.mark.parametrize(
         ("call", "begins"),
         [
             (lambda model: mlm.load(model.path, ctx=7), "ctx: an integer"),
-            (lambda model: mlm.load(None), "ckpt: null"),
             (lambda model: mlm.load(model), "ckpt: a Model"),
             (lambda model: mlm.load(model.path, device=0), "device: an integer, not one of auto, cpu, cuda"),
             (lambda model: mlm.load("s3://bucket/run"), "ckpt=s3://bucket/run: "),
-            (lambda model: mlm.load(model.path, tokenizer=7), "tokenizer: an integer"),
             (lambda model: mlm.export_hf(model.path, None), "out: null"),
-            (lambda model: mlm.import_hf(None, "out"), "source: null"),
             (lambda model: model.logits(None), "tokens: "),
-            (lambda model: model.logits([[1], [1, 2]]), "tokens: "),
             (lambda model: model.score("To be", batch_size="8"), "batch_size='8': "),
             (lambda model: model.score(["\ud800"]), "texts: holds half a surrogate pair (U+D800)"),
-            (lambda model: model.generate("To be", special_tokens="yes"), "special_tokens: a text"),
             (lambda model: mlm.ColumnParallelLinear(4, 8, tp=None), "tp: null, not an Axis"),
-            (lambda model: mlm.RowParallelLinear(4, 8, tp=2), "tp: an integer, not an Axis"),
         ],
     )
     def test_a_wrong_argument_is_named_in_one_line(
@@ -489,7 +458,6 @@ class TestChat:
         ("messages", "problem"),
         [
             ([], "messages: no list of messages"),
-            (7, "messages: no list of messages"),
             ([{"role": "robot", "content": "sat?"}], "messages: message 1: role='robot' is unknown"),
             ([[{"role": "user"}]], "messages: message 1: its 'content' is no text"),
         ],

@@ -289,19 +289,13 @@ def wrong(text: str) -> Block:
     "text",
     [
         "```\nout/checkpoints\n```",
-        "~~~ruby\nputs 1\n~~~",
         "```sh\nrm -rf runs\n```",
-        "```sh\nmake everything\n```",
         "```sh\npip install '.[hf,everything]'\n```",
         "```sh\nmlm pretrain tpp=2\n```",
-        "```sh\npython scripts/bench_train.py --shapes tiny\n```",
         "```sh\nsbatch scripts/slurm/pretrain.sbatch modl=gpt2_8b\n```",
-        "```sh\nmlm-lm-eval --modell mlm\n```",
         "```\n$ mlm pretrain tp=7\nmlm pretrain: yes\n```",
-        "```python\nfor\n```",
         "```yaml\n- a: [\n```",
         "<!-- not run: -->\n```\na\n```",
-        "<!-- not run: far away -->\n\nwords\n\n```\na\n```",
     ],
 )
 def test_a_wrong_block_is_an_error(

@@ -1,13 +1,14 @@
 """`mlm chat` on a pipe and on a terminal: answers of `transformers`, commands, Ctrl-C."""
 
+import io
 import json
 import os
 import pty
 import select
-import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("chat") / "llama")
 
 
-def chat(llama: Path, text: str, *settings: str) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS, *settings]
-    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=120)
+class Chat:
+    """`mlm chat` in this process, with lines on its standard input."""
+
+    def __init__(
+        self, llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.llama, self.monkeypatch, self.capsys = llama, monkeypatch, capsys
+
+    def __call__(self, lines: str | Iterator[str], *settings: str) -> tuple[int, str, str]:
+        """Exit code, standard output and errors."""
+        typed = iter(lines.splitlines(keepends=True)) if isinstance(lines, str) else lines
+        stdin = io.StringIO()
+        stdin.readline = lambda *_: next(typed, "")  # type: ignore[method-assign]
+        self.monkeypatch.setattr(sys, "stdin", stdin)
+        code = main(["chat", str(self.llama), *SETTINGS, *settings])
+        return code, *self.capsys.readouterr()
+
+
+@pytest.fixture
+def chat(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    return Chat(llama, monkeypatch, capsys)
 
 
 def said_by_transformers(llama: Path, *questions: str, system: str | None = None) -> list[str]:
@@ -42,50 +61,41 @@ def said_by_transformers(llama: Path, *questions: str, system: str | None = None
     return answers
 
 
-def test_pipe_is_a_conversation_of_which_answers_alone_are_printed(llama: Path, tmp_path: Path) -> None:
+def test_pipe_is_a_conversation_of_which_answers_alone_are_printed(
+    llama: Path, chat: Chat, tmp_path: Path
+) -> None:
     row = tmp_path / "talk.jsonl"
-    done = chat(llama, f"sat?\na dog\\\nran\n\n/save {row}\n/reset\nsat?\n/system a cat\nsat?\n/exit\nsat?\n")
+    lines = f"sat?\na dog\\\nran\n\n/save {row}\n/reset\nsat?\n/system a cat\nsat?\n/exit\nsat?\n"
+    code, out, err = chat(lines)
     first, second = said_by_transformers(llama, "sat?", "a dog\nran")
     (other,) = said_by_transformers(llama, "sat?", system="a cat")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(f"{answer}\n" for answer in (first, second, first, other))
+    assert code == 0, err
+    assert out == "".join(f"{answer}\n" for answer in (first, second, first, other))
     messages = json.loads(row.read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[3]["content"] == second
 
 
-def test_oldest_turns_make_room_for_the_answer(llama: Path) -> None:
+def test_oldest_turns_make_room_for_the_answer_and_are_saved(chat: Chat, tmp_path: Path) -> None:
     """The model reads 128 tokens: the last answer is that of what is left."""
-    questions = ["the cat sat on a mat " * 3, "a dog ran home " * 3, "sat?"]
-    done = chat(llama, "\n".join(questions) + "\n", "max_new_tokens=60")
-    assert "messages are not read: the model reads" in done.stderr
-    assert done.returncode == 0
-
-
-def test_saved_conversation_has_every_turn_and_is_saved_again(llama: Path, tmp_path: Path) -> None:
-    """Also those that the model no longer reads."""
     row = tmp_path / "talk.jsonl"
     lines = ["the cat sat on a mat " * 4, "a dog ran home " * 4, f"/save {row}", "sat?", f"/save {row}"]
-    assert chat(llama, "\n".join(lines)).returncode == 0
+    code, _, err = chat("\n".join(lines), "max_new_tokens=60")
+    assert code == 0
+    assert "messages are not read: the model reads" in err
     messages = json.loads(row.read_text())["messages"]
     assert [m["content"] for m in messages[::2]] == [lines[0], lines[1], lines[3]]
 
 
-def test_file_that_changed_since_it_was_saved_stays(llama: Path, tmp_path: Path) -> None:
+def test_file_that_changed_since_it_was_saved_stays(chat: Chat, tmp_path: Path) -> None:
     row = tmp_path / "talk.jsonl"
-    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for text in ("sat?\n", f"/save {row}\n", "sat?\n"):
-            process.stdin.write(text)
-            process.stdin.flush()
-        for _ in range(2):
-            process.stdout.readline()
+
+    def typed() -> Iterator[str]:
+        yield from ("sat?\n", f"/save {row}\n", "sat?\n")
         row.write_text("mine")
-        process.stdin.write(f"/save {row}\n")
-        process.stdin.close()
-        assert process.wait(120) == 2
+        yield f"/save {row}\n"
+
+    assert chat(typed())[0] == 2
     assert row.read_text() == "mine"
 
 
@@ -94,23 +104,25 @@ def test_file_that_changed_since_it_was_saved_stays(llama: Path, tmp_path: Path)
     [
         ("sat? " * 400, "the message has "),
         ("/sytem a cat", "/sytem: unknown command; use /reset, /system, /save, /help, /exit"),
-        ("/save x.jsonl", "/save: nothing is said yet"),
         ("sat?\n/save /", "/save /: is a directory; name a file in it"),
     ],
 )
-def test_mistake_in_a_line_is_one_line(llama: Path, text: str, line: str) -> None:
-    done = chat(llama, text)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"mlm chat: {line}")
+def test_mistake_in_a_line_is_one_line(chat: Chat, text: str, line: str) -> None:
+    code, _, err = chat(text)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"mlm chat: {line}")
 
 
-def test_bytes_that_are_no_text_and_no_input_at_all_are_no_traceback(llama: Path) -> None:
-    words = [sys.executable, "-m", "mlm", "chat", str(llama), *SETTINGS]
-    done = subprocess.run(words, input=b"a\xff\n", capture_output=True, timeout=120)
+def test_bytes_that_are_no_text_and_no_input_at_all_are_no_traceback(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["chat", str(llama), *SETTINGS]
+    command = [sys.executable, "-m", "mlm", *words]
+    done = subprocess.run(command, input=b"a\xff\n", capture_output=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(b"mlm chat: the line holds half a surrogate pair (U+DCFF)")
-    shell = " ".join(shlex.quote(word) for word in words)
-    assert subprocess.run(["sh", "-c", f"{shell} <&-"], capture_output=True, timeout=120).returncode == 0
+    monkeypatch.setattr(sys, "stdin", None)  # as a shell's <&- leaves it
+    assert main(words) == 0
 
 
 @pytest.mark.parametrize(
@@ -118,8 +130,6 @@ def test_bytes_that_are_no_text_and_no_input_at_all_are_no_traceback(llama: Path
     [
         (["ckpt=/nowhere"], "ckpt=/nowhere: "),
         (["min_new_tokens=900"], "min_new_tokens=900 is more than max_new_tokens=512"),
-        (["chat_template=/nowhere.jinja"], "chat_template=/nowhere.jinja: "),
-        (["temperature=-1"], "temperature=-1"),
     ],
 )
 def test_mistake_is_one_line_before_weights_are_read(
@@ -163,7 +173,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path) -> None:
     terminal.wait_for("> ")
     terminal.type("sat?\n")
     terminal.wait_for("sat?\r\n")
-    time.sleep(1.0)  # it answers
+    time.sleep(0.5)  # it answers
     terminal.type("\x03")
     terminal.wait_for("> ")
     terminal.type("/save /nowhere/x.jsonl\n")
@@ -173,9 +183,9 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(llama: Path) -> None:
     assert terminal.code() == 0
 
 
-def test_same_question_draws_another_answer(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_question_draws_another_answer(chat: Chat) -> None:
     """Each turn has draws of its own, the same ones in every chat of a seed."""
-    texts = [chat(llama, "sat?\n/reset\nsat?\n", "temperature=2").stdout for _ in range(2)]
+    texts = [chat("sat?\n/reset\nsat?\n", "temperature=2")[1] for _ in range(2)]
     first, second = texts[0].splitlines()
     assert texts[0] == texts[1]
     assert first != second

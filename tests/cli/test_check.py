@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import check_eval_loss
-from mlm.cli.generate import check_generate
-from mlm.cli.plan import check_plan_dry_run, check_plan_memory
 from mlm.cli.verify import check_parity
-from mlm.launch.rules.checks import problems_of
-from mlm.launch.rules.layout import FINETUNE_LAYOUT_RULES, Launch
 from mlm.verify.config import ParityConfig
 from tests.cli.doubles import Cli, make_cli
 from tests.slow import thinned
@@ -34,14 +29,7 @@ LINES = sorted({re.sub(r" --check$", "", line) for line in re.findall(STARTS, TE
     thinned(
         [
             ("tp=8 dp=64 --check", "would start 512 ranks: tp=8 × pp=1 × dp=64; needs 64 nodes of 8 GPUs"),
-            ("tp=8 pp=2 --check=512", "would start 512 ranks: tp=8 × pp=2 × dp=32; needs 64 nodes of 8 GPUs"),
-            (
-                "tp=4 train.global_batch_size=1000 --check=500",
-                "would start 500 ranks: tp=4 × pp=1 × dp=125; needs 125 nodes of 4 GPUs",
-            ),
             ("tp=16 --check=64", "would start 64 ranks: tp=16 × pp=1 × dp=4; needs 64 GPUs"),
-            ("tp=1 dp=1 --check", "would start 1 rank: tp=1 × pp=1 × dp=1; needs 1 GPU on one node"),
-            ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
             (
                 "tp=2 dist.device=cpu dist.backend=gloo --check",
                 "would start 2 ranks: tp=2 × pp=1 × dp=1; dp takes what tp * pp leave: "
@@ -75,11 +63,6 @@ def test_check_reports_problems_and_no_missing_gpu(cli: Cli, words: str, problem
     assert cli.err.count("\n") == 1
 
 
-def test_check_of_a_number_of_gpus_that_a_replica_does_not_divide_fails(cli: Cli) -> None:
-    assert cli(f"{ON_GPUS} tp=8 --check 500") == 2
-    assert "tp=8 * pp=1 = 8 does not divide the 500 ranks" in cli.err
-
-
 def test_check_reports_all_problems_together(cli: Cli) -> None:
     words = "tp=7 zero=true recompute=uniform precision.dtype=true optimizer.betas=0.95 seed=-1"
     assert cli(f"pretrain model=gpt2_8b {words} data=synthetic --check") == 2
@@ -87,7 +70,7 @@ def test_check_reports_all_problems_together(cli: Cli) -> None:
     assert sorted(keys) == ["optimizer.betas", "precision.dtype", "recompute", "seed", "tp", "zero"]
 
 
-@pytest.mark.parametrize("words", ["", "data.path=/nowhere", "cluster=slurm tp=7"])
+@pytest.mark.parametrize("words", ["data.path=/nowhere", "cluster=slurm tp=7"])
 def test_cfg_job_prints_and_checks_nothing(cli: Cli, words: str) -> None:
     assert cli(f"pretrain {words} --cfg job") == 0
     assert (cli.err, cli.out[:5]) == ("", "name:")
@@ -112,32 +95,14 @@ def test_line_passes_its_check(cli: Cli, tmp_path: Path, line: str) -> None:
     assert cli.out.startswith("would start ")
 
 
-HERE = {"world_size": 8, "local_devices": None}
 TINY = ["model=gpt2_tiny", "data=synthetic", "cp=2"]
 
 
-def test_other_readers_of_a_model_take_whole_sequences() -> None:
-    """Their rules are the same: a layout with cp=2 on as many ranks as it needs has this one problem."""
-    expected = "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1"
-    generate = load_config("generate", ["ckpt=x", "cp=2"])
-    assert expected in check_generate(generate, **HERE)
-    assert problems_of(generate, Launch(8, None), FINETUNE_LAYOUT_RULES[:-2], ()) == [expected]
-    eval_loss = load_config("eval_loss", ["ckpt=x", "path=y", "cp=2"])
-    assert not any("cp" in problem for problem in check_eval_loss(eval_loss, **HERE))
-
-
-@pytest.mark.parametrize(
-    "words", ["finetune chat data=.", "eval chat", "eval rte", "eval wikitext103", "generate"]
-)
+@pytest.mark.parametrize("words", ["finetune chat data=.", "eval rte"])
 def test_commands_reject_what_they_cannot_split(cli: Cli, words: str) -> None:
     """Before a rank starts and a file is read."""
     assert cli(f"{words} ckpt=. cp=2 dist.device=cpu") == 2
     assert "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1" in cli.err
-
-
-def test_plans_take_split_sequences() -> None:
-    assert check_plan_memory(load_config("plan_memory", ["model=gpt2_tiny", "cp=2"])) == []
-    assert check_plan_dry_run(load_config("plan_dry_run", TINY)) == []
 
 
 def test_masks_that_a_gpu_draws_are_not_compared_with_masks_of_places() -> None:

@@ -45,18 +45,13 @@ class TestSurface:
         assert callable(resolve(command.target))
         assert command.preflight is None or callable(resolve(command.preflight))
 
-    @pytest.mark.parametrize("line", ["", "--help", "-h", "help"])
+    @pytest.mark.parametrize("line", ["", "--help"])
     def test_help_lists_the_commands(self, cli: Cli, line: str) -> None:
         assert cli(line) == 0
         shown = [command.usage if takes_task(command) else command.name for command in COMMANDS]
         assert all(f"  {name}  " in cli.out for name in shown)
 
-    def test_help_of_a_first_word_lists_its_commands(self, cli: Cli) -> None:
-        assert cli("data --help") == 0
-        assert "data build" in cli.out
-        assert "pretrain  " not in cli.out
-
-    @pytest.mark.parametrize("line", ["eval --help", "eval race --help", "finetune --help"])
+    @pytest.mark.parametrize("line", ["eval --help", "finetune --help"])
     def test_tasks_are_listed_with_what_they_ask(self, cli: Cli, line: str) -> None:
         assert cli(line) == 0
         assert "  wnli         WNLI (GLUE, arXiv:1804.07461): does a sentence follow" in cli.out
@@ -65,7 +60,7 @@ class TestSurface:
     def test_every_task_says_what_it_asks(self) -> None:
         assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
 
-    @pytest.mark.parametrize("word", ["--version", "-V", "version"])
+    @pytest.mark.parametrize("word", ["--version", "version"])
     def test_version_names_hydras_too(self, cli: Cli, word: str) -> None:
         assert cli(word) == 0
         assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
@@ -100,10 +95,6 @@ class TestHelp:
         cli("pretrain --help out")
         assert "[default runs/${name}]" in cli.out
 
-    def test_unknown_section_is_corrected(self, cli: Cli) -> None:
-        assert cli("pretrain --help optimiser") == 2
-        assert "did you mean 'optimizer'?" in cli.err
-
     def test_choices_of_the_users_folder_are_listed(self, cli: Cli, tmp_path: Path) -> None:
         write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\n")
         cli("pretrain --help --config-dir mine")
@@ -137,8 +128,6 @@ class TestHelp:
     "line, same",
     [
         ("help pretrain", "pretrain --help"),
-        ("help eval loss", "eval loss --help"),
-        ("help data", "data --help"),
         ("help pretrain tp", "pretrain --help tp"),
     ],
 )
@@ -154,18 +143,12 @@ def test_help_takes_a_command(cli: Cli, line: str, same: str) -> None:
     thinned(
         [
             ("pretrain --help model", "[24 layers, hidden size 1024, 16 heads, 336.2M parameters]"),
-            (
-                "pretrain --help optimizer",
-                "[lr=0.002 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 clip_grad_norm=1.0]",
-            ),
-            ("pretrain --help schedule", "optimizer.lr from the first step to the last."),
             ("pretrain --help experiment", "[model=gpt2_demo parallel=cpu_tp2"),
             ("pretrain --help pipeline", "(1f1b, gpipe or zb_h1) [default 1f1b]"),
             (
                 "pretrain --help optimizer.betas",
                 "(a list of 2 numbers, at least 0 and below 1) [default [0.9,0.999]]",
             ),
-            ("generate --help prompt", "(text) [default '']"),
         ],
         2,
     ),
@@ -259,10 +242,6 @@ class TestRuns:
         config = cli.launched.config
         assert (config.parallel.tp, config.compile, config.name) == (4, True, "a")
 
-    def test_a_switch_with_a_further_value_takes_it_as_the_next_word(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} --cuda-graphs stack --compile") == 0
-        assert (cli.launched.config.cuda_graphs, cli.launched.config.compile) == ("stack", True)
-
     def test_dashes_in_a_long_key_are_underscores(self, cli: Cli, tmp_path: Path) -> None:
         cli(f"generate --ckpt {tmp_path} --prompt x --max-new-tokens 5")
         assert cli.launched.config.max_new_tokens == 5
@@ -273,9 +252,7 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         "text",
-        thinned(
-            ["To be, or not", "it's", "x=y", "'a' or 'b'", "{a: 1}", "a\\", "", "null", "1", "ROMEO:\n"], 2
-        ),
+        ["To be, or not", "it's", "{a: 1}", "a\\", "", "null"],
     )
     def test_text_is_taken_literally(self, cli: Cli, tmp_path: Path, text: str) -> None:
         assert main(["generate", f"ckpt={tmp_path}", f"prompt={text}"]) == 0
@@ -328,10 +305,6 @@ class TestExitCodes:
         cli.launched.run = raising(error)
         assert cli(SOUND) == code
         assert cli.err == "mlm pretrain: disk full\n"
-
-    def test_interrupt_is_130(self, cli: Cli) -> None:
-        cli.launched.run = raising(KeyboardInterrupt())
-        assert cli(SOUND) == 130
 
     def test_defect_keeps_its_traceback(self, cli: Cli) -> None:
         cli.launched.run = raising(ZeroDivisionError("ours"))

@@ -10,7 +10,6 @@ import pytest
 from mlm.cli import outcome
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.groups import task_names
-from mlm.config.suggest import around, divisors
 from mlm.launch.rules.layout import Launch
 from mlm.util.errors import UserError
 from tests.cli.doubles import Cli, make_cli, write
@@ -22,7 +21,6 @@ TASKS = ", ".join(task_names())
 EVALUATIONS = ", ".join(
     command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]
 )
-PRECISIONS = "choose auto, bf16, default, fp16, fp32, fp64, fp8 or tf32"
 LISTED = "list: mlm pretrain --help"
 OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME"
 
@@ -32,12 +30,8 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
     thinned(
         [
             ("pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
-            ("xyz", "mlm: unknown command 'xyz' (list: mlm --help)"),
             ("sample", "mlm: unknown command 'sample'; did you mean 'generate'? (list: mlm --help)"),
-            ("help pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
             ("eval ckpt=a", f"mlm eval: name a task: {EVALUATIONS}, {TASKS}"),
-            ("eval rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
-            ("finetune ckpt=a", f"mlm finetune: name a task: {TASKS}"),
             (
                 "finetune rac ckpt=a",
                 "mlm finetune: task=rac: no such choice; did you mean race? (list: mlm finetune --help)",
@@ -47,14 +41,8 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
                 "mlm plan layouts: hardware=rtx_5090: no such choice; choose dgx2h_v100_32g, dgx_a100_40g, "
                 "dgx_a100_80g, dgx_b200, dgx_h100, dgx_h200, mi300x or rtx_4090",
             ),
-            (
-                "plan layouts hardware=dgx_h100_80g",
-                "mlm plan layouts: hardware=dgx_h100_80g: no such choice; did you mean dgx_h100? (list: mlm "
-                "plan layouts --help)",
-            ),
             ("data", "mlm data: name a task: tokenizer, build, merge, split, inspect, verify"),
             ("import megatron", "mlm import: unknown task 'megatron'; did you mean 'mlm convert'?"),
-            ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
             (
                 "generate ckpt=. prompt=a seq_length=4096",
                 "mlm generate: unknown key 'seq_length'; --help lists the keys",
@@ -68,12 +56,6 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
                 "mlm pretrain: checkpoint.from_mirror=true: has no effect with checkpoint.mirror=null; "
                 "remove it, or set checkpoint.mirror",
             ),
-            (
-                f"{SOUND} checkpoint.from_step=4",
-                "mlm pretrain: checkpoint.from_step=4: has no effect with checkpoint.mirror=null; remove it, "
-                "or set checkpoint.mirror",
-            ),
-            ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
             (
                 "eval lambada ckpt=. data.path=texts",
                 "mlm eval lambada: data.path=texts is a folder; name a file in it",
@@ -95,19 +77,11 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
             ("-x", "unknown flag '-x' (list: mlm pretrain --help)"),
             ("--cfg jop", "--cfg jop: no such choice; did you mean 'job'?"),
             ("--cfg", "--cfg needs a value: job"),
-            ("--seed", "--seed needs a value: Weights, dropout and sample order are functions of it."),
             ("--config-dir nowhere", "--config-dir=nowhere: no such folder; name one laid out like configs/"),
             ("modle.hidden_size=1", "unknown key 'modle.hidden_size'; did you mean 'model.hidden_size'?"),
-            ("modle=gpt2_8b", "unknown key 'modle'; did you mean 'model'?"),
             ("+lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
             ("train=9", "'train' is a section: set its keys, such as train.steps=…"),
-            (
-                "'optimizer={lr: 0.1, foo: 2}'",
-                "unknown key 'optimizer.foo'; --help lists the keys",
-            ),
             ("tp", "cannot read 'tp': expected key=value; did you mean tp=…?"),
-            ("=2", "cannot read '=2': no key before =; write key=value without spaces"),
-            ("~precision", "cannot read '~precision': expected key=value; did you mean precision=…?"),
             *(
                 (words, f"{problem}; {OWN_CONFIG}")
                 for words, problem in (
@@ -117,17 +91,12 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
                 )
             ),
             (
-                "model@x=gpt2_8b",
-                "model@x=gpt2_8b: a setting is typed as key=value or group=choice alone; use model=gpt2_8b",
-            ),
-            (
                 "hydra.run.dir=x",
                 "hydra.run.dir=x: mlm composes with Hydra and runs without it; leave it out; own YAML is "
                 "--config-dir",
             ),
             # values
             ("tp=x", "tp=x must be a whole number"),
-            ("tp={}", "tp={} must be a whole number"),
             (
                 f"tp={'1' * 4400}",
                 f"cannot read 'tp={'1' * 96}…{'1' * 18}': tp must be a whole number, such as 'tp=1'",
@@ -137,43 +106,25 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
                 "cannot read 'optimizer.betas=(0.9,0.95)': optimizer.betas must be a list of 2 numbers, such "
                 "as 'optimizer.betas=[0.9,0.999]'",
             ),
-            (
-                "train.sample_prompts=once",
-                "train.sample_prompts=once must be a list of texts; use 'train.sample_prompts=[once]'",
-            ),
             ("pipeline=1f2b", "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),
-            ("model.num_heads=10000000019", "model.num_heads=10000000019 must be at most 1048576"),
-            ("out=null", "out=null: names no path; name one, or ./null if it is called so"),
             (
                 f"data.path={'x' * 300}",
                 f"data.path={'x' * 40}…: a name of 300 bytes is too long for a file system; shorten it",
-            ),
-            (
-                "out='${nme}'",
-                r"out: Interpolation key 'nme' not found; correct ${…}, or write \${…} for text",
             ),
             (
                 "'out=${oc.env:NOT_SET}'",
                 r"out: Environment variable 'NOT_SET' not found; correct ${…}, or write \${…} for text",
             ),
             # choices of groups
-            ("optimizer=adamw", "optimizer=adamw: no such choice; choose adamw_bert, adamw_demo or adamw_v1"),
             (
                 "model.num_kv_heads=2",
                 "unknown key 'model.num_kv_heads'; a part of Llama, Mistral and Qwen (model=llama3_8b, …): "
                 "model.options.num_kv_heads",
             ),
             ("model=gpt2_9b", f"model=gpt2_9b: no such choice; did you mean gpt2_8b? ({LISTED})"),
-            (f"model={'x' * 300}", f"model={'x' * 94}…{'x' * 19}: no such choice; {LISTED}"),
-            ("model=[1,2]", f"model=1: no such choice; {LISTED}"),
-            ("precision=null", f"precision=null: no such choice; {PRECISIONS}"),
-            ("precision=16", f"precision=16: no such choice; did you mean fp16? ({LISTED})"),
-            ("model=gpt2", f"model=gpt2: no such choice; did you mean gpt2_124m? ({LISTED})"),
             ("tp=1,2", "tp=1,2: more than one value; start a run for each, or quote the value"),
             # names of other programs
             ("block_size=8", "unknown key 'block_size'; did you mean 'data.seq_length'?"),
-            ("--learning-rate 1", "unknown key 'learning_rate'; did you mean 'optimizer.lr'?"),
-            ("train.max_iters=5", "unknown key 'train.max_iters'; did you mean 'train.steps'?"),
             ("--dry-run", "unknown key 'dry_run'; --check checks the settings, and starts nothing"),
         ],
         3,
@@ -185,7 +136,7 @@ def test_mistake_in_a_setting_is_one_line(cli: Cli, words: str, message: str) ->
     assert cli.launched.configs == []
 
 
-@pytest.mark.parametrize("key", thinned(["tp", "precision", "optimizer.lr", "hydra/env"], 2))
+@pytest.mark.parametrize("key", ["tp", "hydra/env"])
 @pytest.mark.parametrize("value", ["9" * 600, "'" + "a b " * 150 + "'"], ids=["word", "words"])
 def test_long_value_is_shortened(cli: Cli, key: str, value: str) -> None:
     """The problem, which stands first, and the fix, which stands last, stay legible."""
@@ -196,9 +147,8 @@ def test_long_value_is_shortened(cli: Cli, key: str, value: str) -> None:
     assert len(cli.err) < 650
 
 
-@pytest.mark.parametrize("line", ["eval ckpt=~nobody-of-this-name", "pretrain resume=~nobody-of-this-name"])
-def test_home_of_no_user_is_one_line(cli: Cli, line: str) -> None:
-    assert cli(line) == 2
+def test_home_of_no_user_is_one_line(cli: Cli) -> None:
+    assert cli("pretrain resume=~nobody-of-this-name") == 2
     assert cli.err.count("\n") == 1
 
 
@@ -215,10 +165,6 @@ def test_home_of_no_user_is_one_line(cli: Cli, line: str) -> None:
                 "data.seq_length=9999",
                 "data.path ",
             ],
-        ),
-        (
-            "plan schedule sed=1 pp=x micro_batches=0 out=a",
-            ["unknown key 'sed'", "pp=x", "micro_batches=0", "out=a"],
         ),
         ("pretrain data=sinthetic model=gpt2_tinny tp=3", ["data=sinthetic:", "model=gpt2_tinny:"]),
     ],
@@ -246,12 +192,6 @@ def test_unknown_key_in_the_users_yaml_is_named(cli: Cli, tmp_path: Path) -> Non
     assert "unknown key 'train.step'" in cli.err
 
 
-def test_launcher_of_the_wrong_size_is_a_problem(cli: Cli) -> None:
-    cli.launched.facts = Launch(world_size=6, local_devices=None)
-    assert cli(f"{SOUND} tp=4") == 2
-    assert "does not divide the 6 ranks" in cli.err
-
-
 def test_surroundings_that_make_no_sense_are_one_problem_among_others(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,8 +217,3 @@ def test_one_rank_of_a_host_reports(cli: Cli, monkeypatch: pytest.MonkeyPatch, r
         monkeypatch.setenv(name, value)
     assert cli(f"{SOUND} sed=1") == 2
     assert cli.err.count("\n") == lines
-
-
-def test_large_primes_cost_no_time() -> None:
-    assert divisors(2147483647) == [1, 2147483647]
-    assert around(10**15, range(3, 10**16, 3)) == [10**15 - 1, 10**15 + 2]

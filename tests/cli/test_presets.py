@@ -2,7 +2,6 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from mlm.cli.plan import check_plan_layouts
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten, leaves
 from mlm.models.config import ModelConfig
-from mlm.models.shape import architecture_of
 from mlm.plan.hardware import preset
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
@@ -24,7 +22,6 @@ from tests.slow import thinned
 SHIPPED = groups(CONFIG_DIR)
 GROUPS_OF_OTHERS = ("recipe", "executor", "task", "hardware")  # of commands other than `pretrain`
 CHOICES = [f"{group}={name}" for group in SHIPPED.keys() - {*GROUPS_OF_OTHERS} for name in SHIPPED[group]]
-V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
 SC21 = {  # GPUs, arXiv:2104.04473, table 1
     **{"1_7b": 32, "3_6b": 64, "7_5b": 128, "18b": 256, "39b": 512, "76b": 1024, "145b": 1536},
     **{"310b": 1920, "530b": 2520, "1t": 3072},
@@ -119,7 +116,7 @@ def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, vp", thinned([("39b", 1), ("76b", 3), ("145b", 2), ("310b", 2), ("530b", 3), ("1t", 1)], 2)
+    "name, vp", [("39b", 1), ("76b", 3), ("145b", 2), ("310b", 2), ("530b", 3), ("1t", 1)]
 )
 def test_sc21_layout_interleaves_where_the_authors_script_does(name: str, vp: int) -> None:
     """--num-layers-per-virtual-pipeline-stage of examples/sc21/run_table_1.sh in NVIDIA/Megatron-LM."""
@@ -138,16 +135,10 @@ def test_llama3_layout_fills_its_gpus_and_fits_its_model(name: str, gpus: int, t
     assert check_pretrain(config, world_size=gpus, local_devices=8) == []
 
 
-@pytest.mark.parametrize("name", V1_LAYOUTS)
-def test_v1_experiment_fills_its_gpus_and_has_no_problem(name: str) -> None:
-    config = load_config("pretrain", [f"experiment={name}", "data=synthetic"])
-    assert config.parallel.tp * config.parallel.dp == V1_LAYOUTS[name]
-    assert config.train.global_batch_size == 512
-    assert check_pretrain(config, world_size=V1_LAYOUTS[name], local_devices=8) == []
-
-
 def test_v1_experiment_has_the_papers_training_settings() -> None:
     config = pretrain("experiment=v1_8_3b")
+    assert config.parallel.tp * (config.parallel.dp or 1) == 512  # GPUs, figure 5
+    assert config.train.global_batch_size == 512
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad_norm) == (
         1.5e-4,
         0.01,
@@ -161,54 +152,8 @@ def test_v1_experiment_has_the_papers_training_settings() -> None:
     assert (config.precision.dtype, config.model.hidden_dropout, config.model.init_std) == ("fp16", 0.1, 0.02)
 
 
-@pytest.mark.parametrize(
-    ("words", "warmup", "end"),
-    [
-        (["experiment=v1_1_2b"], 3000, 300_000),
-        (["schedule=cosine_v1"], 3000, 300_000),
-        (["model=bert_336m"], 10_000, 2_000_000),
-    ],
-)
-def test_presets_keep_their_schedule_whatever_the_length_of_the_run(
-    words: list[str], warmup: int, end: int
-) -> None:
-    schedule = pretrain(*words).schedule
-    assert (schedule.warmup_end(5000), schedule.decay_end(900)) == (warmup, end)
-
-
-def test_evaluated_8b_model_has_heads_of_128_and_the_scaling_one_of_96() -> None:
-    assert [architecture_of(model(name)).head_dim for name in ("gpt2_v1_8_3b", "gpt2_8b")] == [128, 96]
-
-
 def test_typed_value_wins_over_every_group() -> None:
     config = load_config(
         "pretrain", ["tp=4", "parallel=v1_8_3b", "experiment=v1_8_3b", "train.micro_batch_size=2"]
     )
     assert (config.parallel.tp, config.parallel.dp, config.train.micro_batch_size) == (4, 64, 2)
-
-
-def test_typed_group_wins_over_the_experiments() -> None:
-    assert load_config("pretrain", ["experiment=shakespeare", "model=gpt2_tiny"]).model.hidden_size == 64
-
-
-def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = pretrain("experiment=shakespeare")
-    assert config.out == "runs/shakespeare"
-    (problem,) = check_pretrain(config, world_size=None, local_devices=None)
-    assert problem.startswith("data.path=demo/corpus")
-
-
-@pytest.mark.parametrize(
-    ("words", "out"),
-    thinned(
-        [
-            ([], "runs/gpt2_124m"),
-            (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
-            (["experiment=shakespeare", "name=mine"], "runs/mine"),
-        ],
-        2,
-    ),
-)
-def test_run_is_named_by_its_experiment_else_by_its_model(words: list[str], out: str) -> None:
-    assert load_config("pretrain", words).out == out

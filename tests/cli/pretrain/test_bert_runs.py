@@ -16,7 +16,7 @@ from mlm.cli.compose.composition import load_config
 from mlm.cli.evaluate.loss import preflight
 from mlm.data.blend_history import seed_of
 from mlm.data.sampler import eval_batches
-from mlm.models.bert.samples import BERTBatch, BERTSamples
+from mlm.models.bert.samples import BERTSamples
 from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.runs.corpora import (
@@ -29,7 +29,6 @@ from mlm.runs.corpora import (
 )
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.errors import UserError
 from tests.training.records import records
 
 WORDS = """
@@ -108,14 +107,6 @@ def scored(run: Path, corpus: Path, out: Path, *more: str) -> dict[str, Any]:
     return found
 
 
-def test_a_score_does_not_depend_on_the_batch(run: Path, corpus: Path, tmp_path: Path) -> None:
-    one, other = (scored(run, corpus, tmp_path / f"{b}.json", f"batch_size={b}") for b in (1, 5))
-    assert one["samples"] == other["samples"] > 12
-    assert one["tokens"] == other["tokens"]
-    for name in ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy"):
-        assert one[name] == pytest.approx(other[name], abs=1e-5)
-
-
 def test_a_score_is_the_mean_over_all_samples(run: Path, corpus: Path, tmp_path: Path) -> None:
     """Against the batches of the validation set summed here, one sample at a time."""
     found = scored(run, corpus, tmp_path / "score.json")
@@ -135,17 +126,6 @@ def test_a_score_is_the_mean_over_all_samples(run: Path, corpus: Path, tmp_path:
     names = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
     assert [found[name] for name in names] == pytest.approx(expected.tolist(), abs=1e-5)
     assert found["loss"] == pytest.approx(found["mlm_loss"] + found["sop_loss"])
-
-
-def test_what_fills_up_an_evaluation_is_not_scored(corpus: Path) -> None:
-    config = spec(corpus)
-    (part,) = validation_sets(config)
-    count, found = len(part.windows), 0
-    for rank in range(3):
-        for batch in eval_batches(part.windows, micro_batch_size=4, rank=rank, size=3):
-            assert isinstance(batch, BERTBatch)
-            found += int((batch.is_swapped != -100).sum())
-    assert found == count
 
 
 def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path) -> None:
@@ -191,13 +171,6 @@ def test_a_tokenizer_without_a_mask_is_rejected(corpus: Path, tmp_path: Path) ->
     config = spec(corpus)
     config = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "bpe.json")))
     assert "[MASK]" in "\n".join(corpus_problems(config))
-
-
-def test_a_run_without_a_tokenizer_is_rejected(corpus: Path) -> None:
-    config = spec(corpus, f"data.train={corpus}/train")
-    assert "data.tokenizer" in "\n".join(corpus_problems(config))
-    with pytest.raises(UserError, match=r"data\.tokenizer"):
-        train_dataset(config, 4)
 
 
 def test_a_score_needs_the_tokenizer_before_ranks_start(run: Path, corpus: Path, tmp_path: Path) -> None:

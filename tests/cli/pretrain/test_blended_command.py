@@ -62,13 +62,6 @@ def test_a_corpus_is_scored_as_mlm_eval_loss_does(blended: Path, made: Path, tmp
     ]
 
 
-def test_eval_loss_of_a_blend_asks_which(
-    blended: Path, made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "loss", f"ckpt={blended}"]) == 2
-    assert f"give path={made}/wiki/validation or path={made}/web/validation" in capsys.readouterr().err
-
-
 def test_the_scores_of_a_blend_do_not_replace_each_other(blended: Path, made: Path) -> None:
     for name in ("wiki", "web"):
         assert main(["eval", "loss", f"ckpt={blended}", f"path={made}/{name}/validation"]) == 0
@@ -83,11 +76,6 @@ def test_receipts_travel_into_checkpoint_and_records(blended: Path, made: Path) 
     assert records(str(blended), "run")[0]["corpora"][0]["receipt"] == receipt
 
 
-def test_ckpt_inspect_shows_the_corpora(blended: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ckpt", "inspect", str(blended)]) == 0
-    assert "wiki 30.00%, web 70.00%" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_changed_blend_is_reported_when_resumed(
     blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,13 +86,6 @@ def test_a_changed_blend_is_reported_when_resumed(
     said = "data changed at sample 48: web 50.00% (was 70.00%), code 50.00% (new); without wiki"
     assert said in capsys.readouterr().out
     assert [s["from_sample"] for s in segments(out)] == [0, 48]
-
-
-@pytest.mark.slow
-def test_a_single_corpus_is_reported_as_ever(made: Path, tmp_path: Path) -> None:
-    pretrain(f"data.path={made}/wiki", f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
-    (record,) = records(str(tmp_path / "run"), "validation")
-    assert set(record) == {"kind", "time", "step", "loss", "perplexity"}
 
 
 def test_a_validation_set_that_is_named_is_the_only_one(made: Path, tmp_path: Path) -> None:

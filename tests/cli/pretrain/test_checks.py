@@ -28,7 +28,6 @@ SHORT = [
     "train.micro_batch_size=1",
 ]
 """Eight tokens of each of two parts, with four scores of experts: whole vectors."""
-FOLDED = ["tp=2", "expert_tp=1", "sequence_parallel=true", "model.options.num_experts=6", "dp=3"]
 
 
 def problems_of(
@@ -58,19 +57,11 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
     thinned(
         [
             (
-                ["model.num_heads=7", "tp=7"],
-                "model.num_heads=7 does not divide model.hidden_size=64; change model.num_heads",
-            ),
-            (
                 ["model.num_heads=7"],
                 "model.num_heads=7 does not divide model.hidden_size=64; "
                 "use model.num_heads=4 or model.num_heads=8",
             ),
             (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
-            (
-                ["tp=4", "model.ffn_hidden_size=10"],
-                "tp=4 does not divide model.ffn_hidden_size=10; use tp=2 (its divisors: 1, 2, 5, 10)",
-            ),
             (
                 ["dp=3", "train.global_batch_size=100"],
                 "train.global_batch_size=100 is not a multiple of dp=3 * train.micro_batch_size=8 = 24; "
@@ -87,29 +78,8 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
                 "use schedule.warmup_steps=99 or fewer",
             ),
             (
-                ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
-                "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
-                "use schedule.warmup_steps=2999 or fewer",
-            ),
-            (
-                ["schedule.min_lr=0.1"],
-                "schedule.min_lr=0.1 is more than optimizer.lr=0.00015, the peak; "
-                "use schedule.min_lr=1.5e-05",
-            ),
-            (
-                ["precision=fp16", "precision.initial_loss_scale=0.5"],
-                "precision.min_loss_scale=1 is more than precision.initial_loss_scale=0.5; "
-                "use precision.min_loss_scale=1",
-            ),
-            (["tp=0"], "tp=0 must be greater than 0"),
-            (
                 ["cp=2", "model=bert_tiny"],
                 "cp=2: model.kind=bert has no attention over sequences that ranks split; use cp=1",
-            ),
-            (
-                ["cp=2", "data.reset_attention=true", "data.eod_id=3"],
-                "cp=2: data.reset_attention=true keeps documents apart, which attention over cp ranks does "
-                "not; use cp=1",
             ),
             (
                 ["model=llama_tiny", "model.options.rope_scaling=ntk"],
@@ -117,17 +87,8 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
                 "use default, linear, dynamic, llama3, yarn or longrope",
             ),
             (
-                ["model=llama_tiny", "model.options.num_kv_heads=3"],
-                "model.options.num_kv_heads=3 does not divide model.num_heads=4; "
-                "use model.options.num_kv_heads=2",
-            ),
-            (
                 [*GROUPED, "tp=2"],
                 "of tp=2 and model.options.num_kv_heads=3 neither divides the other; use tp=1 or tp=3",
-            ),
-            (
-                ["dist.backend=nccl"],
-                "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
             ),
             (
                 ["ckpt=no/where"],
@@ -142,26 +103,6 @@ def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> N
     assert problems_of(*overrides) == [problem]
 
 
-def test_constant_schedule_has_no_decay_to_check() -> None:
-    assert (
-        problems_of("schedule=constant", "schedule.warmup_steps=9", "train.steps=5", "schedule.min_lr=1")
-        == []
-    )
-
-
-def test_every_problem_is_reported_at_once() -> None:
-    assert len(problems_of("tp=3", "train.steps=0", "data.seq_length=999", "train.global_batch_size=7")) == 4
-
-
-def test_number_out_of_range_hides_no_other_problem_and_divides_nothing() -> None:
-    problems = problems_of("model.num_heads=0", "tp=3", "train.micro_batch_size=0", "data.seq_length=999")
-    assert [problem.split()[0] for problem in problems] == [
-        "model.num_heads=0",
-        "train.micro_batch_size=0",
-        "data.seq_length=999",
-    ]
-
-
 class TestFiles:
     """Files that a run spec names."""
 
@@ -174,10 +115,6 @@ class TestFiles:
         assert self.problem().startswith(
             "data.path is not set: give a corpus folder, write one with `mlm data build`"
         )
-
-    def test_absent_half_of_a_corpus_is_named(self, tmp_path: Path) -> None:
-        (tmp_path / "train.bin").touch()
-        assert f"{tmp_path}/train.idx: not there" in self.problem(f"data.path={tmp_path}")
 
     def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
         touch(tmp_path / "x.bin", tmp_path / "x.idx")
@@ -216,15 +153,10 @@ def touch(*files: Path) -> None:
     "overrides, problem",
     [
         (["attention=flash"], "attention=flash needs half precision, not precision.dtype=fp32"),
-        (["attention=cudnn", "precision=tf32"], "attention=cudnn needs half precision"),
         (
             ["attention=flash", "precision=bf16", "data.reset_attention=true", "model.attention_dropout=0.1"],
             "attention=flash has no dropout (model.attention_dropout=0.1) for sequences of several lengths, "
             "which data.reset_attention=true makes; use attention=auto or model.attention_dropout=0",
-        ),
-        (
-            ["attention=flash", "precision=bf16", "model=bert_tiny", "model.attention_dropout=0.1"],
-            "which the padding of this model makes",
         ),
         (
             ["attention=flash", "precision=bf16", "data.reset_attention=true", "model=llama_tiny"],
@@ -246,10 +178,6 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
             "exact=8 does not go with model.hidden_size=64; use a multiple of 128 for it, or exact=0",
         ),
         (
-            ["exact=4", "cp=4", "data.seq_length=256", "model.max_positions=256"],
-            "exact=4 does not go with cp=4; use a divisor of 2 for it, or exact=0",
-        ),
-        (
             ["exact=4", "cp=2", "data.seq_length=128"],
             "exact=4 does not go with cp=2; use 1 (or a multiple of 256 for data.seq_length) for it, "
             "or exact=0",
@@ -263,17 +191,8 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
             "exact=4 does not go with model.options.bias=true; use false for it, or exact=0",
         ),
         (
-            ["exact=4", "model=moe_tiny", *FOLDED, "ep=3"],
-            "exact=4 does not go with ep=3; use a multiple of 2 for it, or exact=0",
-        ),
-        (
             [*SHORT, "model.options.z_loss=0.1"],
             "exact=4 does not go with train.micro_batch_size=1; use a larger power of two for it, or exact=0",
-        ),
-        (["exact=2", "tp=4"], "exact=2 does not go with tp=4; use a divisor of 2 for it, or exact=0"),
-        (
-            ["exact=4", "dp=3", "train.global_batch_size=48"],
-            "exact=4 does not go with dp=3; use a divisor of 4 for it, or exact=0",
         ),
     ],
 )
@@ -294,29 +213,19 @@ STACK = "cuda_graphs=stack compile=true model.attention_dropout=0"
         [
             ("cuda_graphs=true", "compile=false", "cuda_graphs=false or compile=true"),
             ("cuda_graphs=true", "tp=2", "cuda_graphs=false or tp=1"),
-            ("cuda_graphs=true", "pp=2", "cuda_graphs=false or pp=1"),
-            ("cuda_graphs=true", "pipeline=gpipe", "cuda_graphs=false or pipeline=1f1b"),
-            ("cuda_graphs=true", "zero=2", "cuda_graphs=false or zero=0"),
             ("cuda_graphs=true", "recompute=full", "cuda_graphs=false or recompute=selective"),
-            ("cuda_graphs=true", "fuse_accumulation=true", "cuda_graphs=false or fuse_accumulation=false"),
-            ("cuda_graphs=true", "deterministic=true", "cuda_graphs=false or deterministic=false"),
             (STACK, "model.attention_dropout=0.1", "cuda_graphs=false or model.attention_dropout=0"),
             (STACK, "precision.dtype=fp8", "cuda_graphs=false or precision.dtype=bf16"),
             (STACK, "data.reset_attention=true", "cuda_graphs=false or data.reset_attention=false"),
-            (STACK, "data.reset_positions=true", "cuda_graphs=false or data.reset_positions=false"),
-            (STACK, "tp=2", "cuda_graphs=false or tp=1"),
             ("fuse_accumulation=true", "zero=2", "fuse_accumulation=false or zero=0"),
-            ("fuse_accumulation=true", "recompute=full", "fuse_accumulation=false or recompute=selective"),
             (
                 "fuse_accumulation=true",
                 "precision.dtype=fp8",
                 "fuse_accumulation=false or precision.dtype=bf16",
             ),
             ("exact=4", "lora.dora=true", "exact=0 or lora.dora=false"),
-            ("exact=4", "compile=true", "exact=0 or compile=null"),
             ("exact=4", "train.ramp_batch=[8,8,100]", "exact=0 or train.ramp_batch=null"),
             ("recompute=budget", "compile=false", "recompute=full or compile=true"),
-            ("recompute=budget compile=true", "pipeline=zb_h1", "recompute=full or pipeline=1f1b"),
             ("recompute=budget compile=true", "cp=2", "recompute=full or cp=1"),
         ],
         2,

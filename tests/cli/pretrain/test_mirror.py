@@ -27,7 +27,7 @@ from mlm.util import object_store
 from mlm.util.errors import UserError
 from mlm.util.object_store import list_objects, open_store
 from tests.cli.pretrain.test_blended_command import TINY
-from tests.slow import slow_but
+from tests.slow import slow
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 
 WORDS = [*TINY, "data=synthetic", "checkpoint.save_every=2"]
@@ -169,17 +169,10 @@ def test_ctrl_c_leaves_out_the_last_upload(
 
 @pytest.mark.parametrize(
     ("action", "line"),
-    slow_but(
-        {0},
-        [
-            (
-                b"403 InvalidAccessKeyId",
-                "access denied (InvalidAccessKeyId); give credentials that may write it",
-            ),
-            (b"500 InternalError", "not writable after several attempts (InternalError); check the network"),
-            ("truncate", "truncated in each of 3 uploads; check the network"),
-        ],
-    ),
+    [
+        (b"403 InvalidAccessKeyId", "access denied (InvalidAccessKeyId); give credentials that may write it"),
+        slow(("truncate", "truncated in each of 3 uploads; check the network")),
+    ],
 )
 def test_a_last_upload_that_fails_is_one_line_and_exit_code_1(
     store: Store,
@@ -237,18 +230,6 @@ def test_a_kill_in_an_upload_leaves_the_checkpoint_before(
     assert folders(url) == set(Mirror(url).checkpoints)
 
 
-@pytest.mark.slow
-def test_a_run_that_goes_back_takes_its_mirror_with_it(store: Store, tmp_path: Path) -> None:
-    url, words = f"{BUCKET}/back", [*WORDS, f"out={tmp_path}"]
-    assert pretrain(*words, f"checkpoint.mirror={url}", "train.steps=4") == 0
-    assert main(["ckpt", "rollback", str(tmp_path), "step=2"]) == 0
-    assert pretrain(*words, f"checkpoint.mirror={url}", "train.steps=3") == 0
-    mirror = Mirror(url)
-    assert listed(url) == [2, 3]
-    assert [step_of_folder(name) for name in mirror.aside] == [4]
-    assert folders(url) == mirror.stored
-
-
 @pytest.fixture(scope="module")
 def mirrored(server: Store, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The mirror of a run to step 4, and its folder."""
@@ -282,7 +263,7 @@ def test_a_second_run_is_rejected_unless_it_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", slow_but({1}, ["ckpt", "resume"]))
+@pytest.mark.parametrize("key", ["ckpt", "resume"])
 def test_a_mirrored_run_continues_without_what_it_has_begun_with(
     store: Store, tmp_path: Path, key: str
 ) -> None:
@@ -415,13 +396,10 @@ def test_a_folder_that_is_ahead_of_its_mirror_stays_there(
 
 @pytest.mark.parametrize(
     "content",
-    slow_but(
-        {0, 2, 5},
-        [
-            *(None, b"", b'{"writer": "a", "checkpo', b"[" * 100_000, b" " * (1 << 23)),
-            b'{"writer": "a", "checkpoints": ["step-00000004-none"], "aside": []}',
-        ],
-    ),
+    [
+        *(None, b'{"writer": "a", "checkpo', b"[" * 100_000),
+        b'{"writer": "a", "checkpoints": ["step-00000004-none"], "aside": []}',
+    ],
 )
 def test_a_list_that_is_damaged_is_rebuilt_from_whole_folders(
     store: Store, mirrored: tuple[str, Path], content: bytes | None, caplog: pytest.LogCaptureFixture
@@ -490,12 +468,7 @@ def test_a_list_of_another_program_is_rejected(store: Store) -> None:
             Mirror(url)
 
 
-def test_a_mirror_is_in_a_store(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert pretrain(*WORDS, f"out={tmp_path}", "checkpoint.mirror=runs/copy") == 2
-    assert "checkpoint.mirror=runs/copy: no URL of an object store" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("ruin", slow_but({0}, ["lr=1e30", "lr=1", "90", "0", "nan"]))
+@pytest.mark.parametrize("ruin", ["lr=1e30", slow("90"), slow("0")])
 def test_a_ruin_costs_no_good_checkpoint_of_folder_or_mirror(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ruin: str
 ) -> None:

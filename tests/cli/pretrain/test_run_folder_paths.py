@@ -39,7 +39,7 @@ STANDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", FILE_NAME])
+@pytest.mark.parametrize("name", ["config.yaml", FILE_NAME])
 def test_pretrain_rejects_a_project_before_it_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,7 +52,7 @@ def test_pretrain_rejects_a_project_before_it_starts(
     assert {path.name: path.read_text() for path in out.iterdir()} == {name: "mine"}
 
 
-@pytest.mark.parametrize("name", ["checkpoints/latest", "best/checkpoints/latest", "config.yaml", FILE_NAME])
+@pytest.mark.parametrize("name", ["checkpoints/latest", "config.yaml"])
 def test_a_folder_in_place_of_a_file_of_a_run_is_rejected_before_it_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,9 +94,7 @@ LAYOUTS = {
     "tp, sequence parallel": ParallelConfig(tp=2, sequence_parallel=True),
     "pp, chunks": ParallelConfig(pp=2, vp=2),
     "cp": ParallelConfig(cp=2),
-    "zero=2": ParallelConfig(dp=2, zero=2),
     "zero=3": ParallelConfig(dp=2, zero=3),
-    "tp, pp": ParallelConfig(tp=2, pp=2),
 }
 
 
@@ -133,7 +131,7 @@ def alone() -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("layout", slow_but({4}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but({3}, LAYOUTS))
 def test_any_layout_draws_the_same_and_trains_as_without(layout: str, alone: list[list[int]]) -> None:
     """Of one process; in float64, and greedily, so that rounding chooses no token."""
     parallel = LAYOUTS[layout]
@@ -157,18 +155,12 @@ def test_shapes_of_micro_batches_draw_the_same(alone: list[list[int]]) -> None:
     thinned(
         [
             (['train.sample_prompts=[""]'], "train.sample_prompts: prompt 1 ()"),
-            (["train.sample_prompts=['a\x07']"], "prompt 1 (a\\x07)"),
             (['train.sample_prompts=["' + "to be " * 40 + '"]'], "more than data.seq_length=32"),
             ([f"train.sample_prompts=[{','.join('a' * 65)}]"], "65 prompts; 64 is the limit"),
-            (
-                ["train.sample_prompts=[a]", "train.validate_every=0"],
-                "has no effect with train.validate_every=0",
-            ),
             (
                 ["train.sample_prompts=[a]", "model=bert_tiny"],
                 "model.kind=bert does not read from left to right",
             ),
-            (["train.sample_prompts=[a]", "model.vocab_size=300"], "model.vocab_size=300"),
         ],
         3,
     ),
@@ -199,13 +191,3 @@ def test_tokens_that_the_tokenizer_puts_before_a_prompt_count(tmp_path: Path) ->
         data = replace(spec.data, tokenizer=file, seq_length=length)
         problems = prompt_problems(replace(spec, data=data, model=replace(spec.model, vocab_size=512)))
         assert [f"prompt 1 has {count + 1} tokens" in problem for problem in problems] == [True] * is_long
-
-
-def test_a_corpus_without_a_tokenizer_is_named(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for file in corpus.iterdir():
-        if file.name != "tokenizer.json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert main(["pretrain", *TINY, f"data.path={tmp_path}", f"out={tmp_path / 'run'}", *SAMPLED]) == 2
-    assert "no tokenizer is known; set data.tokenizer=" in capsys.readouterr().err

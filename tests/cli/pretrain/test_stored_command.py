@@ -17,7 +17,7 @@ from mlm.util import files
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file
 from tests.cli.pretrain.test_blended_command import TINY
-from tests.slow import slow_but, thinned
+from tests.slow import thinned
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 from tests.training.blended import segments, write_corpora
 from tests.training.records import records
@@ -68,21 +68,12 @@ def test_losses_are_those_of_the_corpus_on_a_disk_through_failures_and_a_resume(
     assert not any(secret.encode() in content for secret in (KEY, SECRET) for content in saved)
 
 
-@pytest.mark.parametrize(
-    "words",
-    slow_but(
-        {0},
-        [
-            ["data.blend=[0.3 {0}/wiki,0.7 {1}/web/train]"],
-            ["data.train={1}/wiki/train", "data.validation={1}/web/validation"],
-        ],
-    ),
-)
 def test_a_blend_and_prefixes_in_a_store_are_those_on_a_disk(
-    store: Store, corpora: Path, tmp_path: Path, words: list[str]
+    store: Store, corpora: Path, tmp_path: Path
 ) -> None:
     for name, root in (("local", str(corpora)), ("stored", BUCKET)):
-        typed = [word.format(corpora, root) for word in words]
+        blend = f"data.blend=[0.3 {corpora}/wiki,0.7 {root}/web/train]"
+        typed = [blend, f"data.validation={root}/web/validation"]
         out = [f"data.cache={tmp_path / 'cache'}", f"out={tmp_path / name}"]
         assert main(["pretrain", *TINY, *typed, *out, "train.steps=3"]) == 0
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
@@ -120,13 +111,11 @@ def test_eval_loss_does_not_look_for_a_store_below_the_working_directory(
     thinned(
         [
             (f"data.validation={URL}", f"data.validation={URL}: a folder; give the prefix of .bin and .idx"),
-            (f"data.train={URL}", f"data.train={URL}: a folder; give the prefix of .bin and .idx"),
             (f"data.blend=[1 {BUCKET}/none]", f"data: {BUCKET}/none: neither train.bin and train.idx in it"),
             (
                 "data.blend=[1 s3:/bucket/a]",
                 "s3:/bucket/a: no URL of an object store; write data.blend=s3://",
             ),
-            (f"data.tokenizer={URL}/t.json", f"data.tokenizer={URL}/t.json: not read from or written to a"),
             (f"data.blend=[1 {URL}]", "data.cache is not set: a corpus in a store is read by way"),
         ],
         3,
