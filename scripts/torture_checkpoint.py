@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -338,11 +339,15 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=100, help="kills (default %(default)s)")
     parser.add_argument("--faults", type=int, default=2, help="times each other fault (default %(default)s)")
+    parser.add_argument(
+        "--aims", nargs="+", choices=(*KILLS, *FAULTS), metavar="AIM", help="these, once each"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     root, begun, found = Path(tempfile.mkdtemp(prefix="torture-")), time.monotonic(), Counter[str]()
-    aims = [list(KILLS)[i % len(KILLS)] for i in range(args.rounds)] + list(FAULTS) * args.faults
+    everything = [list(KILLS)[i % len(KILLS)] for i in range(args.rounds)] + list(FAULTS) * args.faults
+    aims = args.aims or everything
     for number, aim in enumerate(aims):
         layout = list(LAYOUTS)[number // len(KILLS) % len(LAYOUTS)]
         trial = Trial(root, layout, random.Random(f"{args.seed}-{number}"))
@@ -353,8 +358,12 @@ def main() -> int:
             shutil.rmtree(trial.folder)
     counts: dict[str, Any] = {"checkpoints_lost": found["lost"], "silent_corruptions": found["silent"]}
     counts |= {"other_findings": found["other"], "seconds": round(time.monotonic() - begun, 1)}
-    command = f"torture_checkpoint.py --rounds {args.rounds} --faults {args.faults} --seed {args.seed}"
-    record = {"command": command, "by_aim": dict(Counter(aims)), **counts, "torch": torch.__version__}
+    record = {
+        "command": shlex.join(["torture_checkpoint.py", *sys.argv[1:]]),
+        "by_aim": dict(Counter(aims)),
+        **counts,
+        "torch": torch.__version__,
+    }
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{record}; runs with findings stay in {root}")

@@ -1,4 +1,4 @@
-"""Kills saves at every file operation and at random: `python -m tests.checkpoint.native.kill_saves FOLDER`.
+"""Kills saves at every change of a file and at random: `python -m tests.checkpoint.native.kill_saves DIR`.
 
 One interpreter forks a child per round, so that torch is imported once. Prints a JSON list of what went
 wrong and the number of rounds.
@@ -12,31 +12,26 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
 from tests.checkpoint.native.helpers import load, save, weights
 
-OPERATIONS = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.mkdir",
-    "os.rmdir",
-    "os.scandir",
-    "os.listdir",
-    "shutil.rmtree",
-)
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
 def kill_at_operation(number: int) -> None:
-    """SIGKILL this process as it is about to do its `number`-th operation on a file."""
+    """SIGKILL this process as it is about to do its `number`-th operation that changes a file or folder.
+
+    At those that read, the disk is as it will be at the next change.
+    """
     count = 0
 
-    def hook(event: str, _: object) -> None:
+    def hook(event: str, args: Any) -> None:
         nonlocal count
-        if event in OPERATIONS:
+        if event in CHANGES or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)):
             count += 1
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)

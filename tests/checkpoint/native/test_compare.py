@@ -18,20 +18,15 @@ from mlm.checkpoint.native.compare import (
     FormDifference,
     TensorDifference,
     compare_checkpoints,
-    row_blocks,
 )
 from mlm.checkpoint.native.format import DTYPES
-from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
-    edit_manifest,
     pieces,
     save,
     save_pieces,
     save_unchecked,
-    tiling_of,
     weights,
 )
-from tests.slow import thinned
 
 SHARD = "rank-00000.safetensors"
 
@@ -78,10 +73,9 @@ def test_figures_are_those_of_the_whole_tensors(
         assert found.scale == float(torch.stack([a, b]).abs().max())
 
 
-@pytest.mark.parametrize("dtype", thinned(DTYPES.values(), 3), ids=str)
-@pytest.mark.parametrize("shape", [(), (5,), (3, 2, 2)])
-def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x, y = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+    x, y = torch.zeros(3, 2, 2, dtype=dtype), torch.zeros(3, 2, 2, dtype=dtype)
     y.view(-1)[-1] = 1
     assert difference(tmp_path, x, y) == TensorDifference("x", 1, x.numel(), largest=1.0, scale=1.0)
     assert compared(tmp_path / "same", {"x": y}, {"x": y}).equal
@@ -147,27 +141,3 @@ def test_progress_adds_up_to_the_bytes_announced(tmp_path: Path, monkeypatch: py
     compare_checkpoints(one, two)
     assert announced == [sum(steps)] == [(24 + 3) * 4]
     assert max(steps) <= 30
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (9,), (5, 3), (2, 50), (4, 0), (3, 2, 2)])
-def test_row_blocks_tile_a_tensor_and_are_small(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare, "BLOCK", 40)
-    blocks = list(row_blocks(shape, 4))
-    assert tiling_of(shape, blocks) is None
-    row = math.prod(shape[1:]) * 4
-    assert all(block.volume * 4 <= max(40, row) for block in blocks)
-
-
-def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) -> None:
-    """The manifest is signed anew: a forgery, or two checkpoints mixed with care."""
-    one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
-
-    def swap(body: dict[str, dict[str, dict[str, object]]]) -> None:
-        body["tensors"]["w"]["dtype"] = "I32"
-
-    edit_manifest(two, swap)
-    edit_manifest(one, swap)
-    with pytest.raises(CorruptFileError, match="does not hold w as listed"):
-        compare_checkpoints(one, two)

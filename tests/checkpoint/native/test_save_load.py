@@ -30,7 +30,7 @@ def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 1, 3)])
 def test_tensor_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensors = {"x": random_bits(dtype, *shape), "odd": random_bits(torch.uint8, 3)}
     loaded = blank(tensors)
@@ -38,12 +38,6 @@ def test_tensor_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape
     for name, tensor in tensors.items():
         bits = (x.contiguous().view(-1).view(torch.uint8) for x in (loaded[name], tensor))
         assert torch.equal(*bits)
-
-
-def test_tensor_without_elements_is_listed_and_not_stored(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, {"empty": torch.zeros(0, 3)})
-    assert [file.name for file in path.iterdir()] == [MANIFEST]
-    assert load(path, {"empty": torch.zeros(0, 3)}).tensors["empty"].shape == (0, 3)
 
 
 def test_views_of_one_storage_are_saved_and_filled(tmp_path: Path) -> None:
@@ -147,12 +141,6 @@ def test_what_does_not_fit_is_rejected(
 ) -> None:
     with pytest.raises(UserError, match=why):
         load(save(tmp_path, 1, saved), blank(wanted), cast=cast)
-
-
-def test_name_that_may_be_extra_is_skipped(tmp_path: Path) -> None:
-    target = torch.zeros(6, 4)
-    load(save(tmp_path, 1, weights()), {"w": target}, allow_extra=lambda name: name == "b")
-    assert target.all()
 
 
 def test_cast_converts_between_floating_dtypes(tmp_path: Path) -> None:

@@ -102,11 +102,6 @@ def test_writes_are_aligned_as_direct_writes_must_be(tmp_path: Path) -> None:
     assert all(count % ALIGNMENT == 0 for count in written)
 
 
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No such file or directory.*gone/file"):
-        stage(tensors(), tmp_path / "gone" / "file")
-
-
 def test_what_fails_while_copying_is_raised_where_the_file_is_written(tmp_path: Path) -> None:
     """The ranks tell each other there; an error before would leave them waiting."""
     staged = StagedFile()
