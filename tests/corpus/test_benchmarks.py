@@ -24,7 +24,7 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["race.jsonl", "race.json", "race.jsonl.gz"])
+@pytest.mark.parametrize("name", ["race.json", "race.jsonl.gz"])
 def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path, name: str) -> None:
     record = {"article": "a b", "options": [["c", "d"]], "answers": {"first": "e"}, "id": 4}
     content = json.dumps(record).encode()
@@ -37,11 +37,6 @@ def test_wikitext_is_read_article_by_article(tmp_path: Path) -> None:
         ("Lobster", "= Lobster =\nRed @-@ tipped claws .\n= = Life = =\nLong ."),
         ("Crab", "= Crab =\nShort ."),
     ]
-
-
-def test_plain_text_is_read_line_by_line(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.txt", "one\u2028two\n\n  three = four\r\n")
-    assert read(path) == [("line 1", "one\u2028two"), ("line 3", "three = four")]
 
 
 def test_parquet_gives_its_columns_of_strings(tmp_path: Path) -> None:
@@ -93,16 +88,6 @@ def test_wikitext103_from_the_hub_is_validation_and_test(monkeypatch: pytest.Mon
     places = ["validation Lobster", "validation Crab", "test Lobster", "test Crab"]
     assert [text.location for text in texts] == places
     assert texts[3] == EvaluationText("wikitext103", "test Crab", "= Crab =\nShort .")
-
-
-def test_set_that_the_hub_does_not_give_asks_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*args: str, **options: str) -> None:
-        raise ConnectionError("a long\nstory")
-
-    hub(monkeypatch, load_dataset)
-    with pytest.raises(UserError, match=r"^decontaminate\.against: .*lambada_openai") as e:
-        read_benchmarks(["lambada"])
-    assert "\n" not in str(e.value)
 
 
 def test_saved_texts_come_back(tmp_path: Path) -> None:

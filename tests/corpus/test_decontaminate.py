@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlm.corpus import decontaminate as module
 from mlm.corpus.benchmarks import EvaluationText
 from mlm.corpus.config import DecontaminateConfig
-from mlm.corpus.decontaminate import NGramIndex, plain_words, spans
+from mlm.corpus.decontaminate import NGramIndex, plain_words
 from tests.corpus.texts import build, plain, write_jsonl
 
 WIKI = (
@@ -60,34 +60,10 @@ def test_words_are_those_of_the_whole_text_in_its_form(letters: list[str]) -> No
     assert words(text) == [word.encode() for word in re.findall(r"[^\W_]+", form)]
 
 
-def test_document_without_a_match_stays_as_it_is() -> None:
-    text = f"  \u2028{FILLER}…\r\n\ud7ff\x00 {count_from(0, 12)}\n"
-    cleaned = against(count_from(0, 40)).clean(text)
-    assert cleaned.pieces == [text]
-    assert (cleaned.outcome, cleaned.matches, cleaned.letters_removed) == ("kept", [], 0)
-
-
-@pytest.mark.parametrize("length, outcome", [(7, "kept"), (8, "cut"), (12, "cut")])
-def test_short_evaluation_text_is_matched_whole(length: int, outcome: str) -> None:
-    index = against(count_from(0, length), ngram=13, min_ngram=8)
-    assert index.clean(f"before {count_from(0, length)} after").outcome == outcome
-    assert index.clean(f"before {count_from(0, length - 1)} after").outcome == "kept"
-
-
-def test_texts_too_short_to_look_for_are_counted() -> None:
-    index = against(count_from(0, 7), "…", count_from(20, 9), count_from(40, 20))
-    assert index.report({})["sets"]["set"]["too_short"] == 2
-
-
 def test_nothing_matches_across_a_word_that_was_lost() -> None:
     index = against(f"{count_from(0, 7)} <unk> {count_from(7, 7)}")
     for between in ("", "lost", "unk"):
         assert index.clean(f"{count_from(0, 7)} {between} {count_from(7, 7)}").outcome == "kept"
-
-
-@pytest.mark.parametrize("written", ["did n't", "didn't", "DID N’T"])
-def test_negations_split_by_the_penn_treebank_are_joined(written: str) -> None:
-    assert against(f"{count_from(0, 11)} {written}").clean(f"{count_from(0, 11)} didn't").outcome == "dropped"
 
 
 def test_margin_is_removed_at_word_boundaries() -> None:
@@ -122,12 +98,6 @@ def test_overlapping_ngrams_are_one_match_with_its_place() -> None:
     (match,) = against(count_from(50, 30), count_from(0, 40)).clean(text).matches
     assert (match.set, match.number) == ("set", 1)
     assert text[match.begin : match.end] == count_from(3, 20)
-
-
-def test_touching_ngrams_are_one_match() -> None:
-    index = against(f"{count_from(0, 13)} <unk> {count_from(13, 13)}")
-    (match,) = index.clean(f"before {count_from(0, 26)} after").matches
-    assert match.end - match.begin == len(count_from(0, 26))
 
 
 def test_ngrams_at_block_edges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +140,6 @@ def test_texts_searched_together_are_those_that_hold_an_ngram(texts: list[str], 
     alone = [len(index.find(text)[0]) > 0 for text in texts]
     assert [found for found, is_hit in zip(searched, alone, strict=True) if is_hit] == [True] * sum(alone)
     assert [index.suspects([text]).tolist() for text in texts] == [[is_hit] for is_hit in alone]
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.text() | TEXTS)
-def test_spans_are_where_the_words_stand(text: str) -> None:
-    begin, end = spans(text)
-    pieces = [text[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
-    assert len(pieces) == len(words(text))
-    for word, piece in zip(words(text), pieces, strict=True):
-        assert word in words(piece)
 
 
 @settings(deadline=None, max_examples=100)

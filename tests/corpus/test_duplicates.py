@@ -14,8 +14,8 @@ from scipy.sparse.csgraph import connected_components
 from mlm.corpus import duplicates as module
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import Duplicate, components, duplicates_in, jaccard, links_of_band, star_links
-from mlm.corpus.minhash import NO_KEY, MinHasher
-from mlm.corpus.stages.group import blocks, label_documents, ranges
+from mlm.corpus.minhash import MinHasher
+from mlm.corpus.stages.group import label_documents, ranges
 from tests.corpus.planted import plant, similar_pairs
 
 CONFIG = DedupConfig()
@@ -35,14 +35,6 @@ def expected_labels(links: np.ndarray, total: int) -> dict[int, int]:
     return {document: int(first) for document, first in enumerate(firsts) if first != document}
 
 
-@given(keys=st.lists(st.sampled_from([NO_KEY, 1, 2, 3, 2**63, 2**64 - 1]), max_size=30))
-def test_documents_of_one_key_hang_on_the_first_of_them(keys: list[int]) -> None:
-    links = links_of_band(np.array(keys, np.uint64))
-    expected = {(keys.index(key), i) for i, key in enumerate(keys) if key != NO_KEY and i > keys.index(key)}
-    assert {tuple(link) for link in links.tolist()} == expected
-    assert len(links) == len(expected)
-
-
 @settings(deadline=None)
 @given(first=EDGES, second=EDGES)
 def test_components_are_those_of_scipy_also_folded_band_after_band(
@@ -56,12 +48,6 @@ def test_components_are_those_of_scipy_also_folded_band_after_band(
     assert found == sorted(map(sorted, found))
     labels = {document: members[0] for members in found for document in members[1:]}
     assert labels == expected_labels(as_links(first + second), 41)
-
-
-@given(a=st.sets(st.integers(0, 30)), b=st.sets(st.integers(0, 30), min_size=1))
-def test_jaccard_is_that_of_the_sets(a: set[int], b: set[int]) -> None:
-    arrays = (np.array(sorted(values), np.uint64) for values in (a, b))
-    assert jaccard(*arrays) == len(a & b) / len(a | b)
 
 
 def found_in(
@@ -199,21 +185,3 @@ def test_labels_are_the_least_documents_of_components(
     links = as_links([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
     files = [part[np.argsort(part[:, 1])] for part in np.array_split(links, 3)]
     assert labels_of(files, 41, of_range, most) == expected_labels(links, 41)
-
-
-@pytest.mark.parametrize("of_range, most", [(1000, 300), (50_001, 50_001)])
-def test_a_long_shuffled_path_is_one_component(of_range: int, most: int) -> None:
-    """Labels travel through every range, downwards and upwards."""
-    path = np.random.default_rng(1).permutation(50_001)
-    links = np.sort(np.stack((path[:-1], path[1:]), axis=1), axis=1)
-    files = [links[np.argsort(links[:, 1])]]
-    assert labels_of(files, len(path), of_range, most) == dict.fromkeys(range(1, 50_001), 0)
-
-
-@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7))
-def test_blocks_are_the_rows_in_order(sizes: list[int], most: int) -> None:
-    rows = np.arange(2 * sum(sizes)).reshape(-1, 2)
-    given_blocks = list(blocks(np.split(rows, np.cumsum(sizes)[:-1]) if sizes else [], most))
-    assert [len(block) for block in given_blocks[:-1]] == [most] * (len(given_blocks) - 1)
-    assert all(0 < len(block) <= most for block in given_blocks)
-    assert np.array_equal(np.concatenate([rows[:0], *given_blocks]), rows)

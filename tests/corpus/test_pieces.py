@@ -74,7 +74,7 @@ from pathlib import Path
 from mlm.corpus.config import DedupConfig, FilterConfig, NormaliseConfig
 from tests.corpus.texts import plain, quiet, write_jsonl
 from mlm.corpus.build import run_build
-dedup = DedupConfig(unit=sys.argv[3])
+dedup = DedupConfig()
 text = plain(Path(sys.argv[1]), dedup=dedup, normalise=NormaliseConfig(), filter=FilterConfig())
 run_build(plain(Path(sys.argv[2]), dedup=dedup), quiet())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -84,14 +84,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", ["word", "character"])
-def test_memory_does_not_multiply_with_a_document(tmp_path: Path, unit: str) -> None:
+def test_memory_does_not_multiply_with_a_document(tmp_path: Path) -> None:
     """A 4 MB document takes less than 100 MB beside what a small one takes; at once it took some 450."""
     text = " ".join(words(random.Random(0), 4000)) + "\n"
     long = write_jsonl(tmp_path / "long/a.jsonl", [text * (4_000_000 // len(text))])
     short = write_jsonl(tmp_path / "short/a.jsonl", [text])
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(long), str(short), unit],
+        [sys.executable, "-c", MEMORY, str(long), str(short)],
         check=True,
         capture_output=True,
         text=True,
@@ -127,16 +126,12 @@ def test_sentences_hold_the_whole_text(text: str) -> None:
     assert letters(split_sentences(text)) == letters([text])
 
 
-def test_marks_of_the_next_paragraph_stay_apart() -> None:
-    assert split_sentences("They leave.\n\n* * *\n\nThey return.") == ["They leave.", "* * *", "They return."]
-
-
 def test_the_end_of_a_block_ends_no_sentence() -> None:
     sentences = [f"Sentence number {'one ' * (k % 7)}is of some length." for k in range(BLOCK // 10)]
     assert split_sentences(" ".join(sentences)) == sentences
 
 
-@pytest.mark.parametrize("unit", ["word ", "x", "word\n", "ß ", "Mr. "])
+@pytest.mark.parametrize("unit", ["word ", "x", "Mr. "])
 def test_text_without_a_full_stop_falls_into_blocks(unit: str) -> None:
     text = unit * (5 * BLOCK // len(unit))
     sentences = split_sentences(text)

@@ -5,7 +5,7 @@ probability J, bands with J**rows.
 import math
 import string
 import unicodedata
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,9 +32,7 @@ def agreement(common: int, union: int, trials: int, config: DedupConfig = CONFIG
     return (a == b).reshape(trials, config.bands, config.rows)
 
 
-@pytest.mark.parametrize(
-    "common, union", [(1, 2), (7, 10), (18, 20), (35, 50), (125, 250), (210, 300), (700, 1000), (2800, 4000)]
-)
+@pytest.mark.parametrize("common, union", [(1, 2), (18, 20), (125, 250), (700, 1000)])
 def test_slots_agree_with_probability_j(common: int, union: int) -> None:
     trials, j = 300, common / union
     mean = agreement(common, union, trials).mean()
@@ -42,7 +40,7 @@ def test_slots_agree_with_probability_j(common: int, union: int) -> None:
     assert abs(mean - j) < 5 * math.sqrt(j * (1 - j) / (trials * CONFIG.bands * CONFIG.rows))
 
 
-@pytest.mark.parametrize("common, union", [(10, 20), (100, 200), (1000, 2000)])
+@pytest.mark.parametrize("common, union", [(10, 20), (1000, 2000)])
 def test_pairs_are_proposed_as_often_as_the_formula_says(common: int, union: int) -> None:
     trials = 1000
     expected = 1 - (1 - (common / union) ** CONFIG.rows) ** CONFIG.bands  # 0.48 at J = 0.5
@@ -108,28 +106,3 @@ def test_texts_together_have_the_shingles_each_has_alone(unit: Unit, texts: list
     flat, offsets = flat_shingles(texts, ngram=ngram, unit=unit)
     together = [set(flat[begin:end].tolist()) for begin, end in pairwise(offsets)]
     assert together == [set(shingles(text, ngram=ngram, unit=unit).tolist()) for text in texts]
-
-
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("text", ["", " \n", "?!… —", "\ud800"])
-def test_a_text_without_words_has_no_shingles(unit: Unit, text: str) -> None:
-    assert len(shingles(text, ngram=5, unit=unit)) == 0
-
-
-def test_half_a_million_words_that_are_alike_do_not_collide() -> None:
-    text = " ".join(map(str, range(500_000)))  # digits: bytes that differ in a few bits
-    assert len(shingles(text, ngram=1, unit="word")) == 500_000
-    assert len(shingles(text, ngram=2, unit="word")) == 499_999
-
-
-def test_words_of_any_length_that_differ_in_one_byte_differ() -> None:
-    long = [f"{'a' * i}b{'a' * (length - i - 1)}" for length in range(1, 80) for i in range(length)]
-    assert len(shingles(" ".join(long), ngram=1, unit="word")) == len(long)
-
-
-def test_each_bit_of_a_shingle_is_set_in_half_of_them() -> None:
-    """Even where all shingles hold the same words, in another order."""
-    texts = [" ".join(order) for order in permutations(["to", "be", "or", "not", "that", "is", "question"])]
-    flat, _ = flat_shingles(texts, ngram=7, unit="word")
-    shares = np.array([np.mean(flat >> np.uint64(bit) & np.uint64(1)) for bit in range(64)])
-    assert np.all(np.abs(shares - 0.5) < 5 * 0.5 / len(flat) ** 0.5)

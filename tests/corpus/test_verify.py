@@ -48,11 +48,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_whole_corpus_passes(corpus: Path) -> None:
-    assert {check["state"] for check in verified(corpus)} == {"ok"}
-
-
-@pytest.mark.parametrize("block", [1, 2, 3, 8, 1 << 22])
+@pytest.mark.parametrize("block", [1, 3, 1 << 22])
 def test_first_id_out_of_range_is_named_by_document(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
@@ -60,12 +56,6 @@ def test_first_id_out_of_range_is_named_by_document(
     write_corpus(corpus / "train", [[1, 2, 3], [], [4, 7], [5, 8]])
     with pytest.raises(CheckFailedError, match="document 2, token 1 of it, is 7, not below vocab_size=7"):
         run_verify(DataVerifyConfig(path=str(corpus), vocab_size=7))
-
-
-def test_truncated_bin_is_named_with_both_sizes(corpus: Path) -> None:
-    (corpus / "train.bin").write_bytes(b"12345")
-    with pytest.raises(CheckFailedError, match=r"train\.bin: is truncated: expected 16 bytes"):
-        run_verify(DataVerifyConfig(path=str(corpus)))
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx"])
@@ -92,7 +82,7 @@ def problems(prefix: Path, expected: Expected) -> list[FileCheck]:
     return [check for check in check_pair(prefix, expected, lambda count: None) if check.state == "error"]
 
 
-@pytest.mark.parametrize("change", [1, 2, 4, 8, 11, 16, 32, 64, 128, 255])
+@pytest.mark.parametrize("change", [1, 8, 11, 128])
 def test_changed_byte_of_header_lengths_or_pointers_is_found_or_harmless(tmp_path: Path, change: int) -> None:
     """Without a receipt. Harmless: all documents read as before, as where u16 becomes i16 (8 xor 11 = 3)."""
     prefix = tmp_path / "c"
@@ -126,7 +116,7 @@ def inspected(path: Path, **keys: Any) -> dict[str, Any]:
     return dict(facts)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
+@pytest.mark.parametrize("count", [1, 100])
 def test_lengths_are_those_of_numpy(tmp_path: Path, count: int) -> None:
     lengths = np.random.default_rng(count).integers(0, 90, count).tolist()
     write_corpus(tmp_path / "c", [[5] * length for length in lengths])
@@ -159,10 +149,3 @@ def test_samples_are_text_and_cannot_steer_a_terminal(
     assert sample["text"] == "red \x1b[31m [bold] text"
     assert "\x1b" not in shown
     assert r"red \x1b[31m [bold] text" in shown
-
-
-def test_corpus_without_a_tokenizer_shows_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus(tmp_path / "c", [[11, 22, 33]])
-    (sample,) = inspected(tmp_path / "c")["samples"]
-    assert (sample["text"], sample["ids"]) == (None, [11, 22, 33])
-    assert "set tokenizer=" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("encoding", [*SAMPLES])
+@pytest.mark.parametrize("encoding", ["latin-1", "shift_jis", "utf-16"])
 def test_text_of_a_named_encoding_is_read(tmp_path: Path, encoding: str) -> None:
     """In lines and as one text, plain and packed, though letters lie across the blocks of a file."""
     text = SAMPLES[encoding] * 8000
@@ -66,26 +65,7 @@ def test_file_that_is_no_utf8_says_how_to_read_it(tmp_path: Path) -> None:
         run_build(plain(path, encoding="cp1252"), quiet())
 
 
-def test_bytes_outside_the_named_encoding_are_named_by_line_and_the_next_is_read(tmp_path: Path) -> None:
-    lines = [b'{"text": "one"}', b'{"text": "\x81"}', b'{"text": "three \xe9"}']
-    outcome = read(write(tmp_path / "a.jsonl", b"\n".join(lines)), encoding="cp1252")
-    assert outcome.texts == ["one", "three é"]
-    assert [(problem, rule) for problem, rule in outcome.problems] == [("a.jsonl:2", "not_utf8")]
-    assert outcome.rejected[0].detail.startswith("not cp1252")
-
-
-def test_build_tells_what_it_detected(tmp_path: Path) -> None:
-    pytest.importorskip("resiliparse")
-    for number in range(5):
-        write(tmp_path / f"texts/{number}.txt", (SAMPLES["latin-1"] * 5).encode("latin-1"))
-    screen = quiet()
-    run_build(plain(tmp_path / "texts", encoding="auto"), screen)
-    assert isinstance(screen.file, io.StringIO)
-    told = "encoding=auto: 0.txt, 1.txt, 2.txt and 2 more read as cp1252"
-    assert told in screen.file.getvalue()
-
-
-@pytest.mark.parametrize("encoding", ["latin-2x", "hex", "rot13"])
+@pytest.mark.parametrize("encoding", ["latin-2x", "rot13"])
 def test_unknown_encoding_is_a_users_mistake(
     tmp_path: Path, encoding: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,12 +78,8 @@ def test_unknown_encoding_is_a_users_mistake(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        bytes(range(128, 256)) * 4,
-        ("むかし" * 100).encode() + b"\xe9" + ("むかし" * 100).encode(),
-        SAMPLES["latin-1"].encode("utf-16-le"),
-    ],
-    ids=["binary", "one bad byte", "utf-16 without its mark"],
+    [bytes(range(128, 256)) * 4, ("むかし" * 100).encode() + b"\xe9" + ("むかし" * 100).encode()],
+    ids=["binary", "one bad byte"],
 )
 def test_text_in_bytes_of_no_encoding_is_not_guessed_at(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("resiliparse")
@@ -147,9 +123,3 @@ def test_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
     with pytest.raises(UserError, match=r"a\.html needs the package resiliparse: pip install 'mlm\[data\]'"):
         read(write(tmp_path / "a.html", PAGE.encode()))
-
-
-def test_markdown_is_read_as_it_is(tmp_path: Path) -> None:
-    write(tmp_path / "notes/a.md", b"# Title\n\n- *one*\n")
-    write(tmp_path / "notes/b.markdown", b"two\n<|endoftext|>\nthree\n")
-    assert read(tmp_path / "notes").texts == ["# Title\n\n- *one*\n", "two\n", "three\n"]

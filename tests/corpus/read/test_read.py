@@ -10,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from mlm.corpus.read.finding import search
-from mlm.corpus.read.shards import split_inputs
 from tests.corpus.reading import read, write
 
 GOOD = b'{"text": "x"}\n'
@@ -21,7 +19,7 @@ def jsonl(folder: Path, content: bytes) -> Path:
     return write(folder / "a.jsonl", content)
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 2, 13, 14, 15, 16, 29, 64, 1000])
+@pytest.mark.parametrize("shard_bytes", [1, 13, 14, 15, 64])
 def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     """Lines of 14 bytes with their newline: cuts fall before, on and after one; also CRLF and empty lines."""
     content = b'{"text": "1"}\n{"text": "2"}\r\n\n\r\n{"text": "a longer one"}\n\n\n[]\n'
@@ -34,29 +32,22 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
     assert found.problems == [("a.jsonl:8", "not_object")]
 
 
-@pytest.mark.parametrize("shard_bytes", [10, 1 << 20])
 @pytest.mark.parametrize(
     ("line", "rule", "detail"),
     [
         (b'{"text": "x"', "not_json", "not a line of JSON"),
-        (b'{"text": "\xff"}', "not_utf8", "byte 11"),
         ('{"text": "x"}'.encode("utf-16"), "not_utf8", "convert it: iconv -f UTF-16"),
         (b"[" * 100_000, "not_json", "nested too deeply"),
         (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "not_json", "holds a number of more than 4,300 digits"),
         (b"[1]", "not_object", "a list, not a JSON object"),
         (b'{"body": "x", "id": 1}', "no_text", "its keys: body, id; text_key"),
-        (b"{}", "no_text", "its keys: none"),
         (b'{"text": 3}', "text_type", "holds an integer, not a text"),
-        (b'{"text": null}', "text_type", "holds null, not a text"),
         (b'{"text": "a\\ud800"}', "surrogate", "letter 2"),
         (b'{"text": "' + b"x" * (1 << 20) + b'"}', "too_long", "max_document_bytes=1048576"),
     ],
 )
-def test_bad_line_is_named_and_the_next_is_read(
-    tmp_path: Path, line: bytes, rule: str, detail: str, shard_bytes: int
-) -> None:
-    if len(line) > 1000:
-        shard_bytes = max(shard_bytes, 1000)  # not a hundred thousand shards
+def test_bad_line_is_named_and_the_next_is_read(tmp_path: Path, line: bytes, rule: str, detail: str) -> None:
+    shard_bytes = 10 if len(line) < 1000 else 1000  # not a hundred thousand shards
     found = read(jsonl(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD), shard_bytes=shard_bytes)
     assert found.texts == ["x", "x"]
     assert found.problems == [("a.jsonl:3", rule)]
@@ -64,8 +55,7 @@ def test_bad_line_is_named_and_the_next_is_read(
     assert "\n" not in found.rejected[0].detail
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize(("name", "suffix"), [("a.jsonl", ".gz"), ("a.txt", ".zst")])
 def test_compressed_file_reads_as_the_plain_one(tmp_path: Path, name: str, suffix: str) -> None:
     content = b'{"text": "one"}\n{"text": "two"}\n[]\n<|endoftext|>\nthree\n'
     pack = gzip.compress if suffix == ".gz" else zstandard.compress
@@ -99,12 +89,6 @@ def test_text_documents_end_at_separator_lines(tmp_path: Path) -> None:
     assert [document.location.number for document in found.documents] == [1, 3, 4]
 
 
-def test_text_that_is_no_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
-    found = read(write(tmp_path / "a.txt", b"one\n<|endoftext|>\ntwo\n\xff\n<|endoftext|>\nthree"))
-    assert found.texts == ["one\n", "three"]
-    assert found.problems == [("a.txt:4", "not_utf8")]
-
-
 @pytest.mark.parametrize("long", [b"x" * 101, b"x\n" * 51])
 def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) -> None:
     content = b"one\n<|endoftext|>\n" + long + b"\n<|endoftext|>\ntwo"
@@ -131,12 +115,6 @@ def test_documents_of_a_table_do_not_depend_on_where_it_is_split(tmp_path: Path,
     ]
 
 
-def test_file_is_split_where_row_groups_begin(tmp_path: Path) -> None:
-    path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=30)
-    shards = split_inputs(search(str(path)).inputs, 1)
-    assert [(shard.begin, shard.end) for shard in shards] == [(0, 30), (30, 60), (60, 90), (90, 100)]
-
-
 def test_errors_name_the_row(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff"]).buffers())
     texts = pa.concat_arrays([pa.array(["one", None, "x" * 200, "two"]), broken, pa.array(["three"])])
@@ -152,7 +130,6 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
     [
         ({"body": TEXTS, "id": TEXTS}, "no_text", "its keys: body, id"),
         ({"text": list(range(100)), "id": TEXTS}, "text_type", "int64"),
-        ({"text": [text.encode() for text in TEXTS], "id": TEXTS}, "text_type", "binary"),
     ],
 )
 def test_wrong_columns_are_one_error_of_the_file(
@@ -164,7 +141,7 @@ def test_wrong_columns_are_one_error_of_the_file(
     assert detail in found.rejected[0].detail
 
 
-@pytest.mark.parametrize("keep", [0, 3, 100, 0.9])
+@pytest.mark.parametrize("keep", [0, 100, 0.9])
 def test_truncated_file_is_one_error(tmp_path: Path, keep: float) -> None:
     file = table(tmp_path / "a.parquet", {"text": TEXTS}).read_bytes()
     path = write(tmp_path / "b.parquet", file[: int(keep * len(file)) if keep == 0.9 else int(keep)])

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
-from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import search
 from mlm.util.errors import UserError
 from tests.corpus.reading import read, write
-from tests.corpus.texts import build, documents, plain, quiet, small_tokenizer
+from tests.corpus.texts import build, documents, plain, small_tokenizer
 
 END = "<|endoftext|>"
 
@@ -53,12 +52,6 @@ def test_parts_and_files_of_no_part_are_not_mixed(tmp_path: Path) -> None:
         search((str(tmp_path / "parts"), str(other)))
 
 
-def test_out_may_hold_no_input_of_a_list(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.txt", b"one"), write(tmp_path / "out/b.txt", b"two")
-    with pytest.raises(UserError, match="holds the input"):
-        run_build(plain(first, input=(str(first), str(second))), quiet())
-
-
 def test_output_of_datatrove_is_read_as_it_is(tmp_path: Path) -> None:
     """As its writer and executor leave it: packed lines, logs and counts."""
     pytest.importorskip(
@@ -95,16 +88,3 @@ def test_readme_of_a_dataset_is_no_document(tmp_path: Path) -> None:
     assert receipt["not_read"]["description of a dataset"]["count"] == 1
     write(tmp_path / "notes/README.md", b"# Mine")
     assert read(tmp_path / "notes").texts == ["# Mine"]
-
-
-def test_readme_beside_plain_text_is_no_document_unless_named(tmp_path: Path) -> None:
-    """Among other notes in Markdown it is one."""
-    readme = write(tmp_path / "texts/README.md", b"About these texts.")
-    write(tmp_path / "texts/a.txt", b"one")
-    assert read(tmp_path / "texts").texts == ["one"]
-    [note] = search(str(tmp_path / "texts")).notes()
-    assert note == "not read: README.md (description of a dataset; name it in input= to read it)"
-    listing = search((str(tmp_path / "texts"), str(readme)))
-    assert [Path(item.path).name for item in listing.inputs] == ["a.txt", "README.md"]
-    write(tmp_path / "texts/b.md.gz", gzip.compress(b"two"))
-    assert read(tmp_path / "texts").texts == ["About these texts.", "one", "two"]

@@ -15,7 +15,6 @@ from mlm.corpus.read.read import lines
 from mlm.data import streams
 from mlm.data.streams import DamagedError, blocks
 from tests.corpus.reading import write
-from tests.slow import thinned
 
 PACKED = [".gz", ".zst", ".bz2", ".xz"]
 CONTENT = random.Random(0).randbytes(300_000) + bytes(700_000)
@@ -65,29 +64,18 @@ def test_members_and_frames_follow_each_other(tmp_path: Path, suffix: str) -> No
     assert content_of(write(tmp_path / f"a{suffix}", parts)) == b"one" + CONTENT + b"two"
 
 
-def test_zeros_may_pad_a_gzip_file(tmp_path: Path) -> None:
-    assert content_of(write(tmp_path / "a.gz", gzip.compress(b"one") + bytes(1000))) == b"one"
-
-
-@pytest.mark.parametrize("suffix", thinned(PACKED, 2))
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
 def test_bomb_is_unpacked_block_by_block(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", packed(suffix, bytes(1 << 26)))
     assert path.stat().st_size < 1 << 17
     assert max(map(len, blocks(str(path)))) <= streams.BLOCK
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_lines_do_not_depend_on_blocks(size: int) -> None:
     content = b"one\n\ntwo\r\n\n a long line \nlast"
     pieces = (content[i : i + size] for i in range(0, len(content), size))
     assert [line for line, _ in lines(pieces, 100)] == content.split(b"\n")
-
-
-@pytest.mark.parametrize("size", [1, 4, 100])
-def test_lines_above_the_bound_are_dropped(size: int) -> None:
-    content = b"12345\n123456\n1\n1234567890\n123456"
-    pieces = (content[i : i + size] for i in range(0, len(content), size))
-    assert list(lines(pieces, 5)) == [(b"12345", 6), (None, 7), (b"1", 2), (None, 11), (None, 6)]
 
 
 def test_line_above_the_bound_is_not_held() -> None:

@@ -1,6 +1,5 @@
 """The work of a build grows with the bytes of its input, not with the square of its files or tasks."""
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -13,8 +12,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import plan
-from mlm.util.files import digest_file
-from tests.corpus.texts import plain, quiet, thorough, words, write_jsonl
+from tests.corpus.texts import quiet, thorough, words, write_jsonl
 
 
 def many_files(folder: Path, count: int) -> Path:
@@ -68,12 +66,3 @@ def test_small_files_share_tasks() -> None:
     bounds = group(split_inputs(files, 1 << 23), 1 << 23)
     assert len(bounds) - 1 == 40  # 20,000 files at 4 KiB each in tasks of 2 MiB
     assert (bounds[0], bounds[-1]) == (0, 20_000)
-
-
-def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:
-    receipt = run_build(plain(many_files(tmp_path / "text", 5)), quiet())
-    assert receipt["inputs"]["files"] == 5
-    lines = [json.loads(line) for line in (tmp_path / "out/corpus-inputs.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == [f"{i:03d}.jsonl" for i in range(5)]
-    assert lines[0]["digest"] == digest_file(tmp_path / "text/000.jsonl")
-    assert "corpus-inputs.jsonl" in receipt["files"]
