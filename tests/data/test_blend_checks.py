@@ -7,7 +7,6 @@ import pytest
 from mlm.cli.compose.composition import load_config
 from mlm.data.blend_checks import corpus_names, parse_entry
 from mlm.runs.checks import check_pretrain
-from tests.slow import thinned
 
 
 @pytest.fixture(autouse=True)
@@ -28,43 +27,28 @@ def problems(blend: str, *overrides: str) -> list[str]:
     return check_pretrain(config, world_size=None, local_devices=None)
 
 
-@pytest.mark.parametrize("blend", ["[0.3 a,0.7 b]", "[a,b,x]", "[1e-3 ./a,7 x]", "[2 a]"])
+@pytest.mark.parametrize("blend", ["[0.3 a,0.7 b]", "[1e-3 ./a,7 x]"])
 def test_a_sound_blend_has_no_problem(blend: str) -> None:
     assert problems(blend) == []
 
 
 @pytest.mark.parametrize(
     "blend, said",
-    thinned(
-        [
-            ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
-            ("[1 half,1 b]", "'1 half': half/train.bin: not there; write one"),
-            ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
-            ("[0 a,1 b]", "'0 a' has the weight 0, which must be above 0 and finite; leave the entry out"),
-            ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
-            ("[nan a,1 b]", "'nan a' has the weight nan, which must be above 0"),
-            ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
-            ("[1 a,b]", "'b' has no weight and others have one; give it one, or leave all out"),
-            ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
-            (
-                "[1 a,2 ./a]",
-                "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights",
-            ),
-            ("[1 a,2 link]", "'1 a' and '2 link' are the same corpus"),
-            ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
-        ],
-        2,
-    ),
+    [
+        ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
+        ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
+        ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
+        ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
+        ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
+        ("[1 a,2 ./a]", "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights"),
+        ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
+    ],
 )
 def test_a_problem_names_entry_and_remedy(blend: str, said: str) -> None:
     (problem,) = problems(blend)
     assert problem.startswith("data.blend: ")
     assert said in problem
     assert "\n" not in problem
-
-
-def test_all_problems_are_reported_at_once() -> None:
-    assert len(problems("[0 a,-1 b,1 nowhere]", "train.global_batch_size=0")) == 4
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.train"])
@@ -75,13 +59,7 @@ def test_a_blend_and_a_corpus_are_too_much(key: str) -> None:
 
 @pytest.mark.parametrize(
     "text, weight, path",
-    [
-        ("0.3 a/b", 0.3, "a/b"),
-        ("1e-3   a", 1e-3, "a"),
-        ("a/b", None, "a/b"),
-        ("my corpora/b", None, "my corpora/b"),
-        ("2 my corpora/b", 2.0, "my corpora/b"),
-    ],
+    [("0.3 a/b", 0.3, "a/b"), ("1e-3   a", 1e-3, "a"), ("my corpora/b", None, "my corpora/b")],
 )
 def test_an_entry_is_a_weight_and_a_path(text: str, weight: float | None, path: str) -> None:
     found = parse_entry(text)

@@ -1,13 +1,13 @@
 """Conversations as tokens, equal to those of `transformers`; templates that would never end or break out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlm.data import chat_template
-from mlm.data.chat_files import find_chat_template, find_templates, read_template
+from mlm.data.chat_files import find_templates, read_template
 from mlm.data.chat_template import ChatError, ChatTemplate, with_reasoning
 from mlm.data.chat_tokens import Tokens, encode, end_of_turn_tokens
 from mlm.data.chat_tokens import encode_prompt as encode_conversation
@@ -83,8 +83,8 @@ OUTSIDE = (
 )
 
 
-@pytest.mark.parametrize("end", ["", " ", "   ", "\n", "\n\n", " \n "])
-@pytest.mark.parametrize("start", ["", " ", "\n"])
+@pytest.mark.parametrize("end", ["", "   ", " \n "])
+@pytest.mark.parametrize("start", ["", "\n"])
 def test_spaces_at_the_ends_of_an_answer_belong_to_it(tmp_path: Path, start: str, end: str) -> None:
     """Also where the tokenizer leaves them out of its tokens' letters, and the end of the turn is outside."""
     folder = write_tokenizer(tmp_path, "llama3", OUTSIDE)
@@ -93,17 +93,6 @@ def test_spaces_at_the_ends_of_an_answer_belong_to_it(tmp_path: Path, start: str
     found = tokens_of(folder, talk)
     assert found.ids.tolist() == said
     assert text_of_answers(folder, found) == talk[1]["content"]
-
-
-def test_nested_blocks_are_one_answer(tmp_path: Path) -> None:
-    inner = "{% generation %}{{ m.content }}{% endgeneration %}"
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}"
-        f"{{% generation %}}<think>{inner}</think>{{% endgeneration %}}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
-    )
-    folder = write_tokenizer(tmp_path, "qwen2", template)
-    assert text_of_answers(folder, tokens_of(folder, TALK[2:])) == "<think>on the mat.</think>"
 
 
 def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -211,14 +200,6 @@ def test_tools_and_loop_controls_reach_the_template(tmp_path: Path) -> None:
     assert load(folder)[1].render(TALK, tools).text == said == '[{"name": "é<f>"}]' + TALK[0]["content"]
 
 
-def test_template_that_is_no_jinja_names_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "bad.jinja"
-    file.write_text("ok\n{% for %}")
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2", None))
-    with pytest.raises(UserError, match=r"bad\.jinja:2: no Jinja \("):
-        find_chat_template(tmp_path, tokenizer, str(file))
-
-
 LAST = CHATML.replace(
     "message['content'] +", "('<t>' if loop.last and loop.index0 % 2 else '') + message['content'] +"
 )
@@ -237,15 +218,6 @@ def test_answers_that_later_messages_change_are_found_or_kept(
     assert Tokenizer.load(folder).decode(found.ids.tolist()).count("<t>") == thoughts
 
 
-def test_digest_is_of_the_template_and_of_its_tokens() -> None:
-    digests = {
-        ChatTemplate(source, tokens).digest
-        for source in ("a", "b")
-        for tokens in ({}, {"eos_token": "</s>"}, {"eos_token": "<|end|>"}, {"bos_token": "</s>"})
-    }
-    assert len(digests) == 8
-
-
 def test_reasoning_is_under_each_name_that_templates_read() -> None:
     """Under both where a message has it under any; what it has under these already stays."""
     message = {"role": "assistant", "content": "c"}
@@ -257,12 +229,6 @@ def test_reasoning_is_under_each_name_that_templates_read() -> None:
     assert (both["reasoning_content"], both["thinking"]) == ("r", "t")
 
 
-def test_template_of_a_file_beside_the_config_counts_first(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, "qwen2")
-    (folder / "chat_template.jinja").write_text("of the file")
-    assert load(folder)[1].source == "of the file"
-
-
 @pytest.mark.parametrize(
     ("value", "sources"),
     [
@@ -271,26 +237,13 @@ def test_template_of_a_file_beside_the_config_counts_first(tmp_path: Path) -> No
             [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
             {"default": "d", "tool_use": "t"},
         ),
-        ({"default": "d", "tool_use": "t", "rag": "r"}, {"default": "d", "tool_use": "t", "rag": "r"}),
         ({"default": "d", "../up": "r"}, {"default": "d"}),
-        (["default"], {}),
         (None, {}),
     ],
 )
 def test_templates_of_a_folder_have_names(tmp_path: Path, value: Any, sources: dict[str, str]) -> None:
     folder = write_tokenizer(tmp_path, "qwen2", None, chat_template=value)
     assert {name: source for name, (source, _) in find_templates(folder).items()} == sources
-
-
-def test_names_of_tokens_are_texts_or_have_a_content_and_are_in_the_vocabulary(tmp_path: Path) -> None:
-    settings = {
-        "bos_token": {"content": "<|im_start|>", "lstrip": False},
-        "unk_token": "</s>",
-        "pad_token": None,
-    }
-    folder = write_tokenizer(tmp_path, "qwen2", **settings)
-    tokens = load(folder)[1].tokens
-    assert tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": ""}
 
 
 def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
@@ -322,30 +275,14 @@ def test_rendering_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch, templ
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{{ range(10 ** 9) | list }}", "Range too big"),
-        ("{{ messages | nonsense }}", "No filter named 'nonsense'"),
-    ],
-)
-def test_failing_template_is_one_line(template: str, reason: str) -> None:
-    assert reason in problem_of(template)
-
-
-@pytest.mark.parametrize(
     "template",
     [
         "{{ ''.__class__.__mro__ }}",
-        "{{ (''|attr('__class__')).__mro__ }}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
         "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
         "{{ lipsum.__globals__['os'] }}",
         "{{ raise_exception.__globals__['json'] }}",
-        "{{ strftime_now.__code__.co_code }}",
-        "{{ cycler.__init__.__globals__ }}",
         "{{ messages.clear() }}",
-        "{{ messages[0].update(role='x') }}",
         "{% include '/etc/hostname' %}",
         "{% set messages.role = 'x' %}",
     ],
@@ -362,37 +299,3 @@ def test_template_cannot_leave_its_sandbox(template: str) -> None:
 def test_source_that_no_parser_survives_is_an_error(source: str) -> None:
     with pytest.raises(UserError, match=r"^a\.jinja.*: no Jinja \(.*\): correct the template$"):
         ChatTemplate(source, {}, "a.jinja")
-
-
-def test_first_problem_ends_the_reading_of_conversations(tmp_path: Path) -> None:
-    """So that a file takes no longer than one text may."""
-    read: list[int] = []
-
-    def conversations() -> Iterator[Conversation]:
-        for number in range(3):
-            read.append(number)
-            yield Conversation(TALK)
-
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
-    template = ChatTemplate("{{ raise_exception('no') }}", {})
-    assert isinstance(next(encode(conversations(), tokenizer, template)), ChatError)
-    assert read == [0]
-
-
-def test_tools_nested_too_deeply_are_an_error(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
-    template = ChatTemplate("{{ tools | tojson }}", {})
-    tools: Any = []
-    for _ in range(900):
-        tools = [tools]
-    (problem,) = encode([Conversation(TALK, tools)], tokenizer, template)
-    assert "nested too deeply" in str(problem)
-
-
-def test_text_after_an_error_is_of_its_own_template() -> None:
-    good = ChatTemplate("{{ messages[0].content }}", {})
-    assert good.render(TALK).text == TALK[0]["content"]
-    assert "no such talk" in problem_of(
-        "b{% if messages | length > 1 %}{{ raise_exception('no such talk') }}{% endif %}"
-    )
-    assert good.render(TALK).text == good.render(TALK).text == TALK[0]["content"]

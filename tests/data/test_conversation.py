@@ -32,7 +32,7 @@ CALLED = [
 ASKED, SAID = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
 
 
-@pytest.mark.parametrize("tools", [json.dumps(TOOLS), TOOLS, "[]", None])
+@pytest.mark.parametrize("tools", [json.dumps(TOOLS), TOOLS, "[]"])
 def test_tools_as_json_text_are_these_tools(tmp_path: Path, tools: Any) -> None:
     folder = write_tokenizer(tmp_path, "qwen2", CALLS)
     given = json.loads(tools) if isinstance(tools, str) else tools
@@ -80,7 +80,7 @@ PLACES = ("list", "dict", "folder")
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("tools", [None, [], TOOLS])
+@pytest.mark.parametrize("tools", [[], TOOLS])
 def test_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, place: str, tools: Any) -> None:
     value: Any = NAMED if place == "dict" else [{"name": k, "template": v} for k, v in NAMED.items()]
     folder = write_tokenizer(
@@ -119,35 +119,26 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
     "row, problem",
     [
         ({"messages": "hello"}, "no list of messages"),
-        ({"messages": []}, "no list of messages"),
-        ({"messages": ["hello"]}, "message 1 is no object"),
         ({"messages": [{"role": "human", "content": "a"}]}, "message 1: role='human' is unknown"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "message 2: its 'content' is no text"),
-        ({"messages": [{**ASKED, "content": ["a"]}]}, "message 1: a part of its 'content' is not"),
         (
             {"messages": [{**ASKED, "content": [{"type": "image"}]}]},
             "message 1: a part of its 'content' is not",
         ),
-        ({"messages": [{**ASKED, "content": [{"text": "a"}]}]}, "message 1: a part of its 'content' is not"),
         ({"tools": "f"}, "'tools' is a text, and no JSON"),
-        ({"tools": ["f"]}, "'tools' is no list of objects"),
-        ({"tools": {"name": "f"}}, "'tools' is no list of objects"),
         ({"images": ["a.jpg"]}, "the column 'images' is not read"),
         ({"system": 3}, "'system' holds an integer"),
         (
             {"system": "a", "messages": [{"role": "system", "content": "b"}, ASKED, SAID]},
             "'system' is another text",
         ),
-        ({"chat_template_kwargs": "a"}, "'chat_template_kwargs' is no object"),
         ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' is no object"),
         ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2: 'weight' is neither 0 nor 1"),
         (
             {"messages": [ASKED, {**SAID, "function_call": {"name": "f"}}]},
             "message 2: 'function_call' is not read",
         ),
-        ({"messages": [{**ASKED, "images": ["a"]}, SAID]}, "message 1: 'images' is not read"),
         ({"messages": [ASKED, {**SAID, "tool_calls": "f"}]}, "message 2: 'tool_calls' is a text"),
-        ({"messages": [{**ASKED, "role": "function"}, SAID]}, "message 1: role='function' is unknown"),
         ({"messages": [{"from": "function_call", "value": "f(1)"}, SAID]}, "message 1: no call"),
         (
             {"messages": None, "prompt": [ASKED, {**SAID, "weight": 0}, ASKED], "completion": [SAID]},
@@ -222,9 +213,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "talk", [TALK, TALK[1:], TALK[:2]], ids=["several turns", "assistant first", "one turn"]
-)
+@pytest.mark.parametrize("talk", [TALK, TALK[1:]], ids=["several turns", "assistant first"])
 def test_answers_are_found_as_blocks_would_mark_them(tmp_path: Path, way: str, talk: list[Any]) -> None:
     """Of a template without blocks the mask that `transformers` returns for the same one with blocks."""
     talk = [{**m, "content": m["content"].replace("é漢", "")} for m in talk]

@@ -63,7 +63,7 @@ def trained(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*SPLITTERS, "wordpiece"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(texts=st.lists(TEXTS | st.text(), max_size=3))
 def test_ids_are_those_of_the_library(name: str, texts: list[str]) -> None:
     content = trained(name)

@@ -53,14 +53,10 @@ def test_truncated_index_is_rejected(tmp_path: Path, size: int) -> None:
         (0, b"PK", "not an indexed corpus"),
         (9, b"\x02", "version 2"),
         (17, b"\x06", r"dtype code 6 \(float64\)"),
-        (17, b"\x63", "dtype code 99"),
         (17, b"\x04", "pointers do not follow"),  # i32 where u16 was written
         (34, struct.pack("<i", 4), "pointers do not follow"),
-        (34, struct.pack("<i", -3), "pointers do not follow"),
-        (34 + 12, struct.pack("<i", -2), "pointers do not follow"),
         (50 + 8, struct.pack("<q", 2), "pointers do not follow"),
         (82, struct.pack("<q", 1), "document boundaries"),
-        (82 + 8, struct.pack("<q", 4), "document boundaries"),
         (82 + 32, struct.pack("<q", 9), "document boundaries"),
     ],
 )
@@ -69,14 +65,6 @@ def test_altered_index_is_rejected(tmp_path: Path, at: int, new: bytes, message:
     index = hand_made_index()
     (tmp_path / "c.idx").write_bytes(index[:at] + new + index[at + len(new) :])
     with pytest.raises(CorruptFileError, match=message):
-        IndexedDataset(tmp_path / "c")
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
-    write_corpus(tmp_path / "c", DOCUMENTS)
-    (tmp_path / f"c{suffix}").unlink()
-    with pytest.raises(UserError, match=rf"c\{suffix}.*data\.path"):
         IndexedDataset(tmp_path / "c")
 
 

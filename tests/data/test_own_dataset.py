@@ -56,8 +56,7 @@ def checked(dataset: Any) -> CheckedDataset:
     return CheckedDataset(dataset, "mine:dataset", VOCAB, SEQ)
 
 
-@pytest.mark.parametrize("value", [VOCAB, -5, -1, 10**9])
-@pytest.mark.parametrize("position", [0, 2, SEQ])
+@pytest.mark.parametrize(("value", "position"), [(VOCAB, 0), (-1, 2), (10**9, SEQ)])
 def test_token_outside_the_vocabulary_is_named(value: int, position: int) -> None:
     with pytest.raises(OwnCodeError) as error:
         checked(Windows(value, position=position)).gather([4, 5, 6])

@@ -13,10 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from pyarrow.parquet import encryption
 from trl.data_utils import extract_prompt, maybe_extract_prompt
 
-from mlm.data import records
 from mlm.data.records import SUFFIXES, read_records
 from mlm.data.row_forms import standard_form
 from mlm.finetune.splits import read_file
@@ -51,17 +49,15 @@ def test_one_message_said_many_times_is_held_once(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    ("kind", "problem"),
+    ("kind", "suffix"),
     [
-        *((kind, f"is a {kind}") for kind in ("FIFO", "socket", "device", "folder")),
-        ("loop", "Too many levels of symbolic links"),
+        *(("FIFO", suffix) for suffix in (*SUFFIXES, ".txt")),
+        *((kind, ".jsonl") for kind in ("socket", "device", "folder", "loop")),
     ],
 )
-@pytest.mark.parametrize("suffix", [*SUFFIXES, ".txt"])
-def test_what_is_no_file_is_named_and_not_waited_for(
-    tmp_path: Path, suffix: str, kind: str, problem: str
-) -> None:
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str, suffix: str) -> None:
     path = put(kind, tmp_path / f"train{suffix}")
+    problem = "Too many levels of symbolic links" if kind == "loop" else f"is a {kind}"
     with pytest.raises(UserError, match=f"train{suffix}: cannot be read: {problem}"):
         list(read_file(path))
 
@@ -82,12 +78,9 @@ def texts(n: int) -> list[str | None]:
 
 NESTED: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "string": (pa.string(), str),
-    "large_string": (pa.large_string(), str),
     "string_view": (pa.string_view(), str),
     "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda n: str(n % 9)),
     "list": (pa.list_(pa.string()), texts),
-    "large_list": (pa.large_list(pa.large_string()), texts),
-    "list_of_views": (pa.list_(pa.string_view()), texts),
     "list_of_two": (pa.list_(pa.string(), 2), lambda n: [str(n), None]),
     "list_of_dictionary": (pa.list_(pa.dictionary(pa.int32(), pa.string())), texts),
     "struct": (MESSAGE, message),
@@ -96,7 +89,6 @@ NESTED: dict[str, tuple[Any, Callable[[int], Any]]] = {
         lambda n: [(f"k{k}", value) for k, value in enumerate(texts(n))],
     ),
     "messages": (pa.list_(MESSAGE), lambda n: [message(3 * n + k) for k in range(n % 5)]),
-    "conversations": (pa.list_(pa.list_(MESSAGE)), lambda n: [[message(n)], None, []][: n % 4]),
     "struct_of_lists": (
         pa.struct([("tools", pa.list_(pa.struct([("name", pa.string())])))]),
         lambda n: {"tools": None if n % 2 else [{"name": str(n)}]},
@@ -104,7 +96,7 @@ NESTED: dict[str, tuple[Any, Callable[[int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 700, 1000])
+@pytest.mark.parametrize("rows", [1, 64, 700])
 def test_nested_columns_are_read_whatever_the_row_groups(tmp_path: Path, rows: int) -> None:
     values = {
         name: pa.array([None if n % 7 == 1 else value(n) for n in range(rows + 100)], type)
@@ -123,18 +115,6 @@ def test_a_column_shorter_than_its_row_group_is_no_end_of_the_file(tmp_path: Pat
         list(read_records(path))
 
 
-def encrypted(path: Path) -> None:
-    class Keys(encryption.KmsClient):  # type: ignore[misc]
-        def wrap_key(self, key: bytes, name: str) -> str:
-            return key.hex()
-
-    factory = encryption.CryptoFactory(lambda _: Keys())
-    how = encryption.EncryptionConfiguration(footer_key="a", column_keys={"b": ["text"]})
-    how = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
-    with pq.ParquetWriter(path, (table := pa.table({"text": ["a"]})).schema, encryption_properties=how) as f:
-        f.write_table(table)
-
-
 def compressed_with_lzo(path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), path, use_dictionary=False)
     snappy, lzo = b"\x18\x04text\x15\x02", b"\x18\x04text\x15\x06"  # name and codec of the column
@@ -142,29 +122,12 @@ def compressed_with_lzo(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(snappy, lzo))
 
 
-@pytest.mark.parametrize("write", [encrypted, compressed_with_lzo])
-def test_what_pyarrow_lacks_is_damaged_or_of_another_form(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_what_pyarrow_lacks_is_damaged_or_of_another_form(tmp_path: Path) -> None:
     """pyarrow has no type of error that tells them apart."""
-    write(tmp_path / "a.parquet")
+    compressed_with_lzo(tmp_path / "a.parquet")
     problem = r"a\.parquet is no Parquet file, damaged, or of a form that is not supported \(.*write it again"
     with pytest.raises(CorruptFileError, match=problem):
         list(read_records(tmp_path / "a.parquet"))
-
-
-def test_what_pyarrow_says_that_it_lacks_is_not_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-
-    def read(*_: object, **__: object) -> None:
-        raise pa.ArrowNotImplementedError("nested")
-
-    monkeypatch.setattr(records, "row_group_batches", read)
-    with pytest.raises(UserError, match=r"a\.parquet is of a form that is not supported \(nested\)") as e:
-        list(read_records(tmp_path / "a.parquet"))
-    assert not isinstance(e.value, CorruptFileError)
 
 
 # ----- forms of files, against `datasets`
@@ -173,12 +136,9 @@ def test_what_pyarrow_says_that_it_lacks_is_not_called_damage(
 LINES = b'{"text": "a", "n": 1}\n\n{"text": "\xc3\xa9\\u2028", "n": null}\n'
 FORMS: dict[str, tuple[str, bytes]] = {
     "a.ndjson": ("json", LINES),
-    "lines.json": ("json", LINES),
     "line.json": ("json", LINES.partition(b"\n")[0]),
-    "mark.json": ("json", b"\xef\xbb\xbf" + LINES),
     "array.json": ("json", b'[{"text": "a", "n": 1},\n {"text": "b", "n": 2}]'),
     "a.JSONL.gz": ("json", gzip.compress(LINES)),
-    "members.json.gz": ("json", gzip.compress(LINES) + gzip.compress(LINES)),
     "a.jsonl.bz2": ("json", bz2.compress(LINES)),
     "a.jsonl.zst": ("json", zstandard.compress(LINES)),
     "a.csv.zst": ("csv", zstandard.compress(b'text,more\na,"b\nc"\n')),
@@ -206,21 +166,16 @@ def parquet(table: Any) -> bytes:
 
 HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "no JSON": ("a.jsonl", LINES + b'{"text"\n', ":4: not a line of JSON"),
-    "no JSON in lines of another name": ("a.json", LINES + b"{", ":4: not a line of JSON"),
-    "no object": ("a.jsonl", LINES + b"[1]\n", ":4: not a JSON object"),
     "deep": ("a.jsonl", b"[" * 200_000, ":1: nested too deeply"),
     "many digits": ("a.jsonl", b'{"n": %s}' % (b"1" * 5000), ":1: holds a number of more than 4,300 digits"),
-    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}', r":1: not UTF-8 \(.* at byte 11\)"),
     "UTF-16": (
         "a.jsonl", LINES.decode().encode("utf-16"), r":1: not UTF-8 but UTF-16 \(convert it: iconv -f UTF-16"
     ),
     "packed and cut": ("a.jsonl.gz", gzip.compress(LINES)[:-9], r" is damaged, .*\(truncated\): replace it"),
-    "no list": ("a.json", b'{"data": 3}', "has no list of objects under 'data'"),
     "no whole JSON": ("a.json", b'[{"text": "a"}', r"is not JSON \("),
     "a long cell": ("a.csv", b"a,b\n" + b"a" * (1 << 24) + b"a,b\n", ":2: field larger than"),
     "more cells": ("a.csv", b"a,b\na, b,1\n", ":2: has 1 more cells than the first line names: quote"),
     "a table not in UTF-8": ("a.tsv", b"a\tb\n\xff\tb\n", r":2: is not UTF-8 \("),
-    "two columns of a table": ("a.csv", b"text,text\na,b\n", "has two columns 'text': rename one"),
     "two columns": ("a.parquet", parquet(pa.table([["a"], ["b"]], ["text", "text"])), "two columns 'text'"),
     "cut": ("a.parquet", parquet(TEXT)[:-9], "is no Parquet file, damaged"),
     "unknown": ("a.xml", b"<a>", r"is of no known form: give a \.jsonl, "),
@@ -237,12 +192,9 @@ def test_hostile_file_is_an_error_of_one_line_with_its_place(tmp_path: Path, cas
     assert isinstance(caught.value, CorruptFileError) == ("damaged" in problem)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2"])
-def test_lines_of_common_archives_need_no_package(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pack = gzip.compress if name.endswith(".gz") else bz2.compress
-    (tmp_path / name).write_bytes(content := pack(LINES * 20_000))
+def test_lines_of_a_common_archive_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "a.jsonl.gz"
+    (tmp_path / name).write_bytes(content := gzip.compress(LINES * 20_000))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert len(list(read_records(tmp_path / name))) == 40_000
     (tmp_path / name).write_bytes(content[:-9])
@@ -270,11 +222,6 @@ OTHERS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
         CHAT,
         {"instruction": "Add", "input": "1 2", "output": "3", "text": "Below is …"},
         {"messages": said("Add\n1 2", "3"), "text": "Below is …"},
-    ),
-    "alpaca without an input": (
-        CHAT,
-        {"instruction": "Sing", "input": "", "output": "la", "system": None},
-        {"messages": said("Sing", "la")},
     ),
     "alpaca of LLaMA-Factory": (
         CHAT,
@@ -311,11 +258,6 @@ OTHERS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
         {"prompt": "q", "chosen": answer("good"), "rejected": answer("bad")},
         {"prompt": said("q"), "chosen": answer("good"), "rejected": answer("bad")},
     ),
-    "messages before texts": (
-        PAIRS,
-        {"prompt": said("q"), "chosen": "good", "rejected": "bad"},
-        {"prompt": said("q"), "chosen": answer("good"), "rejected": answer("bad")},
-    ),
 }
 
 
@@ -342,7 +284,6 @@ AS_THEY_ARE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         OTHERS["alpaca's pairs of LLaMA-Factory"][1],
     ),
     "TRL's pairs": (PAIRS, {"prompt": said("q"), "chosen": answer("a"), "rejected": answer("b"), "id": None}),
-    "TRL's pairs of texts": (PAIRS, {"prompt": "q", "chosen": "a", "rejected": "b", "instruction": "c"}),
     "a prompt that neither answer holds": (
         PAIRS,
         {"prompt": "p", "chosen": said("q", "a"), "rejected": said("q", "b")},
@@ -351,8 +292,6 @@ AS_THEY_ARE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         PAIRS,
         {"chosen": said("q", "a"), "rejected": said("q", "b"), "messages": said("q", "a")},
     ),
-    "an instruction that is no text": (CHAT, {"instruction": ["a"], "output": "b"}),
-    "a history of no pairs": (CHAT, {"instruction": "a", "output": "b", "history": ["c"]}),
 }
 
 

@@ -61,16 +61,12 @@ def test_batch_holds_inputs_and_the_tokens_that_follow() -> None:
     assert batch.first_sample == 12
 
 
-@pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "micro"), [(1, 4), (4, 2)])
 def test_ranks_together_read_each_global_batch_once(size: int, micro: int) -> None:
     by_rank = [steps(rank=rank, size=size, micro=micro) for rank in range(size)]
     for step in range(4):
         together = sorted(i for rank in by_rank for i in ids(rank[step]))
         assert together == list(range(8 * step, 8 * step + 8))
-
-
-def test_loader_ends_when_less_than_a_global_batch_is_left() -> None:
-    assert len(steps(count=31)) == 3
 
 
 def open_loader(dataset: Numbers, **options: int) -> Loader:
@@ -119,7 +115,7 @@ def scored(batches: Iterator[Batch]) -> list[int]:
     return [int(t) for batch in batches for t in batch.labels.ravel() if t != -100]
 
 
-@pytest.mark.parametrize(("micro", "size"), [(1, 1), (4, 1), (3, 2), (2, 4), (16, 3)])
+@pytest.mark.parametrize(("micro", "size"), [(1, 1), (3, 2), (16, 3)])
 def test_evaluation_scores_every_token_once_at_any_layout(tmp_path: Path, micro: int, size: int) -> None:
     windows = EvalWindows(counting_corpus(tmp_path / "c", [20, 30]), seq_length=4)
     ranks = [list(eval_batches(windows, micro_batch_size=micro, rank=r, size=size)) for r in range(size)]
@@ -135,14 +131,7 @@ def test_evaluation_limit_counts_windows_over_all_ranks(tmp_path: Path) -> None:
         assert sorted(t for rank in ranks for t in scored(rank)) == list(range(1, 21))
 
 
-def test_padding_is_fed_as_a_valid_token(tmp_path: Path) -> None:
-    windows = EvalWindows(counting_corpus(tmp_path / "c", [6]), seq_length=4)
-    (batch,) = eval_batches(windows, micro_batch_size=3, rank=0, size=1)
-    assert batch.tokens.min() == 0
-    assert batch.labels[1].tolist() == [5, -100, -100, -100]
-
-
-@pytest.mark.parametrize("samples", [100, 96, 7])
+@pytest.mark.parametrize("samples", [100, 7])
 def test_batch_grows_evenly_over_the_samples_of_a_ramp(samples: int) -> None:
     """Megatron-LM's rule: start + increment int(consumed / (samples / increments)), then the whole batch."""
     whole, ramp = 16, (4, 4, samples)
@@ -181,12 +170,3 @@ def test_samples_and_seeds_differ() -> None:
     samples = SyntheticDataset(50_000, 7, 100, seed=5).gather(range(100))
     other = SyntheticDataset(50_000, 7, 100, seed=6).gather(range(100))
     assert len({tuple(row) for row in np.concatenate([samples, other]).tolist()}) == 200
-
-
-def test_tokens_fill_the_vocabulary_evenly() -> None:
-    samples = SyntheticDataset(10, 99, 1000, seed=0).gather(range(1000))
-    assert samples.shape == (1000, 100)
-    assert samples.dtype == np.int64
-    counts = np.bincount(samples.ravel(), minlength=10)
-    assert len(counts) == 10
-    assert np.abs(counts - 10_000).max() < 500  # five standard deviations of a binomial are 474

@@ -12,7 +12,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import EOD
 from mlm.data.vocabulary_files import BERT_SPECIAL
 from mlm.util.errors import CorruptFileError, UserError
-from tests.data.chats import NAMED, SPECIAL, TEMPLATES, theirs, write_tokenizer
+from tests.data.chats import NAMED, TEMPLATES, theirs, write_tokenizer
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4
 
@@ -25,22 +25,6 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("text", ["the cat", " two  spaces\n\n\ttab ", "naïve — 漢字 🙂 \x00", ""])
 def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", ""])
-def test_saved_tokenizer_loads_by_file_and_by_folder(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
-    tokenizer.save(tmp_path)
-    loaded = Tokenizer.load(tmp_path / name)
-    assert loaded.digest == tokenizer.digest
-    assert loaded.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
-
-
-def test_gpt2_files_are_saved_with_their_special_token(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, EOD: 1}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    Tokenizer.load(tmp_path).save(tmp_path)
-    (added,) = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
-    assert (added["id"], added["content"], added["special"]) == (1, EOD, True)
 
 
 def test_lengths_and_dropout_set_in_a_file_are_not_applied(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -157,18 +141,6 @@ def test_config_beside_a_vocabulary_decides_on_case(tmp_path: Path, lowercase: b
     assert Tokenizer.load(path).encode("The") == [5 if lowercase else 6]
 
 
-def test_accents_are_kept_where_the_config_says_so(tmp_path: Path) -> None:
-    path = write_vocabulary(tmp_path, ["é", "e"])
-    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true, "strip_accents": false}')
-    assert Tokenizer.load(path).encode("É") == [5]
-
-
-def test_text_that_is_no_vocabulary_is_a_users_mistake(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("Once upon a time\n")
-    with pytest.raises(UserError, match=r"train\.txt is not a vocabulary"):
-        Tokenizer.load(tmp_path / "train.txt")
-
-
 def test_settings_and_added_tokens_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     """As transformers reads the same folders: add_prefix_space, tokenize_chinese_chars, added_tokens.json."""
     gpt2, bert = tmp_path / "gpt2", tmp_path / "bert"
@@ -203,15 +175,6 @@ def test_text_equals_that_of_transformers(tmp_path: Path, style: str) -> None:
         assert ours.decode(ids) == other.decode(ids, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("style", TEMPLATES)
-def test_special_tokens_in_a_text_are_tokens_only_when_asked_for(tmp_path: Path, style: str) -> None:
-    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, style))
-    text = "".join(SPECIAL[style])
-    assert not tokenizer.special_ids & set(tokenizer.encode(text))
-    assert tokenizer.decode(tokenizer.encode(text)).strip() == text
-    assert set(tokenizer.encode_special(text)) >= tokenizer.special_ids
-
-
 @pytest.mark.parametrize(
     "files, eod",
     [
@@ -221,15 +184,13 @@ def test_special_tokens_in_a_text_are_tokens_only_when_asked_for(tmp_path: Path,
             "<|endoftext|>",
         ),
         ({"config.json": {}, "generation_config.json": {"eos_token_id": [2]}}, "<|im_end|>"),
-        ({"config.json": {"eos_token_id": None}}, "<|im_end|>"),
         (
             {"config.json": {}, "tokenizer_config.json": {"eos_token": {"content": "<|im_start|>"}}},
             "<|im_start|>",
         ),
         ({"config.json": {}, "tokenizer_config.json": {}}, "<|endoftext|>"),
-        ({}, "<|endoftext|>"),
     ],
-    ids=["config", "an ordinary token", "generation", "tokenizer", "as an object", "by name", "no model"],
+    ids=["config", "an ordinary token", "generation", "as an object", "by name"],
 )
 def test_end_of_document_is_that_of_the_model_folder(
     tmp_path: Path, files: dict[str, dict[str, Any]], eod: str
