@@ -55,13 +55,6 @@ STYLES: dict[str, dict[str, Any]] = {
         "first": "<|begin_of_text|>",
     },
     # names that are on no list
-    "deepseek": {
-        "special": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
-        "config": {"bos_token_id": "<｜begin▁of▁sentence｜>", "eos_token_id": "<｜end▁of▁sentence｜>"},
-        "generation": {"do_sample": False},
-        "tokenizer": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
-        "first": "<｜begin▁of▁sentence｜>",
-    },
 }
 
 

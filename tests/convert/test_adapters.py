@@ -87,7 +87,6 @@ EVERY = ["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"]
 WRITTEN: dict[str, dict[str, Any]] = {
     "in bfloat16": {"dtype": torch.bfloat16},
     "of every layer": {"target_modules": "all-linear", "lora_dropout": 0.1},
-    "by the square root": {"use_rslora": True},
     "with magnitudes": {"use_dora": True, "target_modules": EVERY},
     "of one layer": {"layers_to_transform": [0], "layers_pattern": "layers", "target_modules": EVERY},
 }
@@ -133,16 +132,11 @@ def test_imported_adapters_are_trained_further(folder: Path, tmp_path: Path) -> 
     ("changes", "problem"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported; merge it"),
-        ({"init_lora_weights": "loftq"}, "init_lora_weights=loftq is not supported; merge it"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r'modules_to_save=\["lm_head"\] is not supported'),
-        ({"rank_pattern": {"q_proj": 3}}, r'rank_pattern={"q_proj": 3} is not supported'),
         ({"scale_of_2027": 2}, "scale_of_2027=2 is not supported"),
         ({"lora_alpha": float("inf")}, "lora_alpha=Infinity, .*not above 0"),
-        ({"lora_alpha": "8"}, "lora_alpha=8, .*not above 0"),
         ({"lora_dropout": 1}, ".*lora_dropout=1: not above 0, or not from 0 to 1"),
         ({"r": 3}, r"r=3, ranks in adapter_model.safetensors are \[4\]"),
-        ({"r": [4]}, r"r=\[4\], ranks in adapter_model.safetensors are \[4\]"),
     ],
 )
 def test_adapters_that_ours_do_not_compute_are_rejected(
@@ -169,10 +163,8 @@ def test_adapters_outside_the_layers_are_named(folder: Path, tmp_path: Path, mod
     [
         ("missing", r"q_proj.lora_B.weight is missing"),
         ("not finite", "has other than finite numbers"),
-        ("integers", "has other than finite numbers"),
         ("short", "tensors end at byte"),
         ("odd rows", r"v_proj.lora_B.weight is \[5, 4\], its base makes it .*name its base"),
-        ("scalar", r"ranks in adapter_model.safetensors are \[0, 4\]"),
         ("other base", "is .*makes it .*name its base"),
     ],
 )

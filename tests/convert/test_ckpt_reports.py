@@ -1,6 +1,5 @@
 """`mlm ckpt inspect`, `diff` and `verify`: what they report, in which words, and with which exit code."""
 
-import math
 import os
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from mlm.checkpoint.native.save_load import TensorShard, save_checkpoint
 from mlm.checkpoint.native.slices import TensorSplit
 from mlm.cli import main
 from mlm.parallel.config import ParallelConfig
-from tests.checkpoint.native.helpers import save, save_unchecked
+from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import (
     checkpoint,
     damage,
     mlm,
     read,
-    shorten,
     tensors,
     training_state,
     write_run,
@@ -54,14 +52,6 @@ def test_result_of_inspect_has_these_keys_and_facts(tmp_path: Path) -> None:
     assert result["bytes"] == (checkpoint(run, 3) / "rank-00000.safetensors").stat().st_size
 
 
-def test_table_says_what_people_ask(tmp_path: Path, capsys: Output) -> None:
-    mlm("ckpt", "inspect", write_run(tmp_path / "run"))
-    out = capsys.readouterr().out
-    assert "384" in out
-    assert "tp=2 pp=1" in out
-    assert "model.w" not in out
-
-
 def test_every_tensor_is_listed_when_asked_for(tmp_path: Path, capsys: Output) -> None:
     shard = TensorShard(torch.ones(6, 4), (6, 4), (0, 0), TensorSplit(0, "first", 2))
     save_checkpoint(tmp_path, 1, {"model.w": shard}, state={}, keep_last=1, keep_every=0)
@@ -72,28 +62,6 @@ def test_every_tensor_is_listed_when_asked_for(tmp_path: Path, capsys: Output) -
     assert "rank-00000[0:6, 0:4]" in out
 
 
-def test_checkpoint_of_weights_alone_is_no_broken_run(tmp_path: Path, capsys: Output) -> None:
-    state = {"step": 0, "weights_only": True, "config": training_state(0)["config"]}
-    state["source"] = {"kind": "huggingface", "name": "openai-community/gpt2"}
-    save(tmp_path, 0, {"model.w": torch.ones(6, 4)}, state=state)
-    assert mlm("ckpt", "inspect", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "no: weights alone" in out
-    assert "name=openai-community/gpt2" in out
-
-
-@pytest.mark.parametrize(
-    "state",
-    [{}, {"config": None}, {"config": [1], "consumed_samples": "many", "scaler": 3, "versions": "x"}],
-    ids=str,
-)
-def test_state_of_no_training_run_is_reported_not_raised(tmp_path: Path, state: dict[str, object]) -> None:
-    save(tmp_path, 1, {"x": torch.ones(2)}, state=state)
-    assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json", "--tensors") == 0
-    result = read(tmp_path / "x.json")
-    assert (result["consumed_tokens"], result["layout"]) == (None, None)
-
-
 def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys: Output) -> None:
     versions = {"mlm": "\x1b[31mred\n\ud800"}
     save(tmp_path, 1, {"model.[bold]w": torch.ones(2)}, state={"versions": versions})
@@ -102,13 +70,6 @@ def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys
     assert "\x1b" not in out
     assert r"mlm=\x1b[31mred\n\ud800" in out
     assert "model.[bold]w" in out
-
-
-@pytest.mark.parametrize("out", ["absent/x.json", "run"])
-def test_out_that_cannot_be_written_is_found_first(tmp_path: Path, capsys: Output, out: str) -> None:
-    run = write_run(tmp_path / "run")
-    assert mlm("ckpt", "inspect", run, f"out={tmp_path / out}") == 2
-    assert capsys.readouterr().err.startswith(f"mlm ckpt inspect: out={tmp_path / out}: ")
 
 
 def test_commands_as_typed_end_as_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,30 +127,6 @@ def test_difference_ends_with_1_and_one_line(tmp_path: Path, capsys: Output) -> 
     assert err.count("\n") == 1
 
 
-def test_tensors_of_one_side_and_other_shapes_are_reported(tmp_path: Path, capsys: Output) -> None:
-    a = save(tmp_path / "a", 1, tensors() | {"model.old": torch.ones(1)})
-    b = save(tmp_path / "b", 1, tensors() | {"model.w": torch.ones(3)})
-    assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 1
-    result = read(tmp_path / "x.json")
-    assert result["only_first"] == ["model.old"]
-    assert result["forms"] == [{"name": "model.w", "first": "F32 [6, 4]", "second": "F32 [3]"}]
-    captured = capsys.readouterr()
-    assert "model.old" in captured.out
-    assert "1 have another shape or dtype; 1 are only in the first, 0 in the second" in captured.err
-
-
-def test_infinite_difference_is_null_in_json(tmp_path: Path) -> None:
-    a = save(tmp_path / "a", 1, {"x": torch.ones(2)})
-    b = save_unchecked(tmp_path / "b", 1, {"x": torch.tensor([1.0, math.nan])})
-    assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 1
-    assert read(tmp_path / "x.json")["tensors"][0]["largest"] is None
-
-
-def test_side_that_is_not_there_is_named_by_its_key(tmp_path: Path, capsys: Output) -> None:
-    assert mlm("ckpt", "diff", write_run(tmp_path / "a"), tmp_path / "b") == 2
-    assert f"second={tmp_path / 'b'}: no such directory. Set second=… to" in capsys.readouterr().err
-
-
 def test_folders_of_a_sweep_are_paths(tmp_path: Path) -> None:
     """They hold `=`, as key=value does."""
     a, b = (write_run(tmp_path / f"optimizer.lr={lr}") for lr in ("0.0003", "0.001"))
@@ -208,28 +145,6 @@ def test_result_of_verify_has_these_keys(tmp_path: Path) -> None:
         *("path", "whole", "step", "files", "bytes", "digest", "exact", "problems")
     ]
     assert list(result["checkpoints"][1]["problems"][0]) == ["file", "why"]
-
-
-def test_whole_run_ends_with_0(tmp_path: Path, capsys: Output) -> None:
-    run = write_run(tmp_path / "run")
-    assert mlm("ckpt", "verify", run) == 0
-    assert f"a run continues from {checkpoint(run, 3)}" in capsys.readouterr().out.replace("\n", " ")
-
-
-def test_all_of_a_run_are_verified_and_the_first_damaged_is_named(tmp_path: Path, capsys: Output) -> None:
-    run = write_run(tmp_path / "run", steps=(1, 2, 3, 4))
-    damage(checkpoint(run, 2))
-    shorten(checkpoint(run, 3))
-    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
-    found = read(tmp_path / "x.json")["checkpoints"]
-    assert [(each["step"], each["whole"]) for each in found] == [
-        *((1, True), (2, False), (3, False), (4, True))
-    ]
-    err = capsys.readouterr().err
-    assert err.startswith(
-        f"mlm ckpt verify: 2 of 4 checkpoints are damaged: {checkpoint(run, 2)}/rank-00000.safetensors: "
-    )
-    assert err.count("\n") == 1
 
 
 def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, capsys: Output) -> None:
@@ -271,14 +186,6 @@ def test_run_continues_from_what_latest_names_else_the_newest_before_it_that_loa
         damage(checkpoint(run, step))
     mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
     assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, continues))
-
-
-def test_stale_shard_is_damage_but_a_run_continues(tmp_path: Path) -> None:
-    """Loading never opens it."""
-    run = write_run(tmp_path / "run")
-    (checkpoint(run, 3) / "rank-00001.safetensors").touch()
-    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
-    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 3))
 
 
 def test_a_shard_of_another_user_is_not_damaged(capfd: Output) -> None:

@@ -1,6 +1,5 @@
 """`mlm export hf` of a BERT: import, export, and import by `transformers`."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli.convert.run import preflight_export_hf
-from mlm.cli.convert.settings import ExportHFConfig
-from mlm.convert import source as sources
 from mlm.data.tokenizer import Tokenizer
-from tests.convert.hf_berts import MODEL, add_vocabulary, add_word_pieces, make_bert
+from tests.convert.hf_berts import add_word_pieces, make_bert
 from tests.convert.hf_models import edit_config, export_model, import_model
 
 
@@ -35,25 +31,6 @@ def test_auto_tokenizer_reads_pairs_as_berts_does(tmp_path: Path) -> None:
     assert (theirs.unk_token, theirs.model_max_length) == ("[UNK]", 48)
 
 
-def test_vocabulary_is_enough(tmp_path: Path) -> None:
-    make_bert(tmp_path / "model", "bert", "Model")
-    add_vocabulary(tmp_path / "model")
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    assert Tokenizer.load(run).encode("The foxes.") == [6, 7, 8, 9]
-    files = read_manifest(run / "checkpoints/step-00000000").state["source"]["files"]
-    assert files.keys() == {"config.json", "model.safetensors", "vocab.txt", "tokenizer_config.json"}
-
-
-def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_bert(tmp_path / "model", "bert", "Model")
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    config = replace(sources.open_source(str(run)).config, model=replace(MODEL, token_types=0))
-    monkeypatch.setattr(sources, "trained_config", lambda *_: config)
-    monkeypatch.setattr(sources, "check_stored_parameters", lambda *_: None)
-    (problem,) = preflight_export_hf(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
-    assert "model.token_types=0" in problem
-
-
 NAMES = {"0": "no", "1": "yes", "2": "maybe"}
 
 
@@ -72,7 +49,6 @@ def test_padding_and_names_of_labels_come_back(tmp_path: Path) -> None:
     [
         ("Model", {"id2label": NAMES}, "id2label is not kept: there is no classifier"),
         ("ForSequenceClassification", {"id2label": {"0": "no", "2": "yes"}}, "it does not give 2 labels a"),
-        ("ForSequenceClassification", {"id2label": {"0": "no", "1": "no"}}, "it does not give 2 labels a"),
         ("Model", {"pad_token_id": 331}, "pad_token_id=331 is not kept: the model reads ids from 0 to 330"),
     ],
 )

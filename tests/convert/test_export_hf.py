@@ -1,14 +1,11 @@
 """`mlm export hf`: a folder that `transformers` loads as the model it is."""
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -61,11 +58,8 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("largest", [5e9, LARGEST])
-def test_import_and_export_give_back_every_bit(
-    model: GPT2LMHeadModel, run: Path, tmp_path: Path, largest: float
-) -> None:
-    out = export_model(run, tmp_path / "out", max_file_gb=largest / 1e9)
+def test_import_and_export_give_back_every_bit(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9)
     assert_equal(state(out), model.state_dict())
 
 
@@ -77,27 +71,6 @@ def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path,
     differing = {"bos_token_id", "eos_token_id", "_name_or_path", "transformers_version", "dtype"}
     assert found.keys() | differing == want.keys() | differing
     assert all(found[key] == want[key] for key in found.keys() - differing)
-
-
-@pytest.mark.parametrize("ends", [7, [7, 8]])
-def test_ids_that_end_texts_come_back_without_a_tokenizer(tmp_path: Path, ends: int | list[int]) -> None:
-    make_model(tmp_path / "model", eos_token_id=ends, bos_token_id=7)
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    again = export_model(run, tmp_path / "out", verify=False)
-    assert json.loads((again / "config.json").read_text())["eos_token_id"] == ends
-
-
-def test_index_tells_where_each_tensor_is(run: Path, tmp_path: Path) -> None:
-    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9, verify=False)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    held, size = {}, 0
-    for path in sorted(out.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            held |= dict.fromkeys(file.keys(), path.name)
-            size += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert index["weight_map"] == held
-    assert index["metadata"]["total_size"] == size
 
 
 def test_auto_tokenizer_reads_text_as_ours_does(run: Path, tmp_path: Path) -> None:
@@ -121,22 +94,6 @@ def test_model_without_a_tokenizer_is_exported(
 
 class TestRefusals:
     """One line, and nothing left behind."""
-
-    @pytest.mark.parametrize(
-        ("settings", "said"),
-        [
-            ({"out": "run"}, "is there already"),
-            ({"max_file_gb": 0.0}, r"max_file_gb=0\.0 must be greater"),
-            ({"ckpt": "none"}, "none"),
-        ],
-    )
-    def test_problems_are_said_before_anything_is_read(
-        self, run: Path, tmp_path: Path, settings: dict[str, object], said: str
-    ) -> None:
-        named = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
-        config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
-        (problem,) = preflight_export_hf(config)
-        assert re.search(said, problem)
 
     def test_a_model_of_mup_is_neither_exported_nor_converted(
         self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,17 +137,6 @@ class TestHeads:
         out = export_model(import_model(folder, tmp_path / "run", verify=False), tmp_path / "out")
         assert GPT2Config.from_pretrained(out).pad_token_id == pad
         assert AutoTokenizer.from_pretrained(out).pad_token == "<|pad|>"
-
-    def test_padding_that_is_a_piece_of_words_is_not_kept(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        folder = tmp_path / "model"
-        make_model(folder, kind="GPT2ForSequenceClassification", num_labels=3, pad_token_id=40)
-        add_tokenizer(folder)
-        run = import_model(folder, tmp_path / "run", verify=False)
-        assert "note: pad_token_id=40 is not kept: it is no special token" in capsys.readouterr().out
-        out = export_model(run, tmp_path / "out", verify=False)
-        assert GPT2Config.from_pretrained(out).pad_token_id == Tokenizer.load(run).eod_id
 
     def biased(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any = lambda tensors: None

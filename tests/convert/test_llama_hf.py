@@ -1,7 +1,6 @@
 """Llama, Mistral and Qwen folders of `transformers`, both ways; what ours does not compute is rejected."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from mlm.cli.convert.settings import ImportHFConfig
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
-from mlm.convert.huggingface.tensors import HFTensors
-from mlm.models.llama.settings import MODEL_TYPES
 from mlm.util.errors import UserError
 from tests.convert.hf_models import edit_config, edit_tensors, import_model, make_model
 from tests.models.llama.on_ranks import greedy
@@ -53,18 +50,7 @@ def test_yarn_of_latent_attention_with_two_weights_means_what_it_means_to_transf
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    slow_but(
-        {1, 3},
-        [
-            ("mistral", 2, 2),
-            ("deepseek_v3", 2, 2),
-            ("mixtral", 4, 1),
-            ("qwen3 with a window", 2, 2),
-            ("yarn", 2, 2),
-            ("llama3", 4, 1),
-            ("linear", 4, 1),
-        ],
-    ),
+    slow_but({0, 2}, [("deepseek_v3", 2, 2), ("mixtral", 4, 1), ("qwen3 with a window", 2, 2)]),
 )
 def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     """Greedy texts of prompts of several lengths, equal to transformers' token by token.
@@ -97,15 +83,6 @@ def test_texts_change_their_positions_where_those_of_transformers_do(tmp_path: P
     assert run_on_ranks(greedy, tmp_path, prompts, 14) == [want]
 
 
-def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
-    model = their_model("qwen2")
-    state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.clone()}
-    model.save_pretrained(tmp_path, state_dict=state, safe_serialization=True)
-    tensors = HFTensors(read_model(tmp_path))
-    tensors.check()
-    assert not tensors.holds("output.weight")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -133,33 +110,21 @@ def test_another_output_layer_than_a_tied_one_is_rejected_with_the_ways_out(
     import_model(source, tmp_path / "tied")
 
 
-WRAPPED: dict[str, tuple[str, Callable[[str], str], str]] = {
-    "the language model of two": ("qwen2", "language_model.{}".format, "begin with language_model."),
-    "the same, of today": (
-        "llama3",
-        lambda name: re.sub("^model", "model.language_model", name),
-        "begin with model.language_model.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-def test_names_in_wrappers_are_read_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_names_in_a_wrapper_are_read_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the logits of the language model alone; transformers compares them too."""
-    name, wrap, said = WRAPPED[case]
-    model = their_model(name)
+    model = their_model("llama3")
     model.save_pretrained(tmp_path / "model")
 
     def rename(tensors: dict[str, Tensor]) -> None:
-        renamed = {wrap(theirs): tensors.pop(theirs) for theirs in list(tensors)}
+        renamed = {
+            re.sub("^model", "model.language_model", name): tensors.pop(name) for name in list(tensors)
+        }
         tensors.update(renamed, **{"model.vision_tower.patches.weight": torch.ones(2)})
 
     edit_tensors(tmp_path / "model", rename)
     run = import_model(tmp_path / "model", tmp_path / "run")
     out = " ".join(capsys.readouterr().out.split())
-    assert f"note: names {said}: read without" in out
+    assert "note: names begin with model.language_model.: read without" in out
     assert "left out, outside the language model: " in out
     tokens = torch.arange(30)[None]
     assert (mlm.load(run, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
@@ -169,95 +134,38 @@ FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
 CHUNKED = {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]}
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "factor is missing"),
-    "another scaling": ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type=proportional"),
-    "a scaling of false": ("llama", {"rope_scaling": False}, "rope_scaling=false is no object"),
     "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
-    "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true goes with"),
     "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
-    "every other layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     "a dense layer between": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: supported: the"),
-    "no list of dense layers": ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers=0: supported: the"),
     "another choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy"),
     "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "router_groups=3 does not divide"),
     "weights in 8 bits": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 with block"),
-    "too many experts a token": ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be from 1"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "another type of attention": ("qwen3", CHUNKED, "layer_types=["),
-    "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
     "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=["),
-    "no list of types": ("qwen3", {"layer_types": "full_attention"}, "for each of the 2 layers"),
-    "sliding without a window": ("qwen3", {"layer_types": SLIDING}, "does not go with sliding_window=null"),
     "full with a window": (
         "mistral",
         {"layer_types": FULL},
         "alike, by sliding_window=5; remove layer_types",
     ),
-    "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null is not what"),
-    "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes is not what"),
-    "half an interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0.5}, "interval=0.5"),
     "rotary positions in some layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1] must be"),
-    "a pattern of none": (
-        "gemma3",
-        {"layer_types": None, "sliding_window_pattern": 0},
-        "sliding_window_pattern=0 must be a whole number from 1",
-    ),
     "scaled windows": (
         "gemma3",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "rope_parameters.sliding_attention.rope_type=linear",
-    ),
-    "one base for two types": (
-        "olmo3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
-        "full_attention and sliding_attention",
     ),
     "a softcap that its class lacks": (
         "gemma3",
         {"attn_logit_softcapping": 50.0},
         "attn_logit_softcapping=50",
     ),
-    "a scalar of nothing": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
-    "no scalar": ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar=null must be a number"),
-    "a bound of 0": ("gemma2", {"attn_logit_softcapping": 0.0}, "softcapping=0.0 must be above 0 or null"),
-    "a bound of logits of 0": ("gemma3", {"final_logit_softcapping": 0}, "softcapping=0 must be above 0 or"),
-    "no logits_scaling": ("granite", {"logits_scaling": None}, "logits_scaling=null must be a number"),
-    "scores times 0": ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0 must be above 0"),
-    "scores times null": ("granite", {"attention_multiplier": None}, "attention_multiplier=null must be a"),
-    "a factor of true": (
-        "granite",
-        {"residual_multiplier": True},
-        "residual_multiplier=true must be a number",
-    ),
-    "no experts of a token": (
-        "mixtral",
-        {"num_experts_per_tok": None},
-        "num_experts_per_tok=null must be a n",
-    ),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
-    "a window below 1": ("mistral", {"sliding_window": -4}, "supported: a whole number from 1, or null"),
-    "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
     "another family": ("llama", {"model_type": "phimoe"}, "phimoe is not a model of ours; the reference"),
     "one adapter's factors": (
         "phi3 with longrope",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 3}},
         "rope_short_factors=1.0 must be 4 numbers above 0",
     ),
-    "factors in words": (
-        "phi3 with longrope",
-        {"rope_parameters": {"rope_type": "longrope", "short_factor": "1", "long_factor": [2.0] * 3}},
-        "short_factor=1 must be a list of numbers above 0",
-    ),
-    "a fraction of nothing": (
-        "glm",
-        {"rope_parameters": None, "partial_rotary_factor": 0},
-        "partial_rotary_f",
-    ),
-    "no base of windows": (
-        "gemma3",
-        {"rope_parameters": None, "rope_local_base_freq": 0},
-        "rope_theta=0 must be a number above 0",
-    ),
-    "positions of false": ("gemma3", {"rope_parameters": False}, "rope_parameters=false: give settings of"),
     "no factor of logits": ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be"),
 }
 """Model, changes of its config.json, what the error names."""
@@ -312,10 +220,6 @@ def test_a_row_of_the_table_is_found_by_its_marks(kind: str) -> None:
     assert MAPPING.problem(model) is None
 
 
-def test_settings_know_the_rows_of_the_table() -> None:
-    assert tuple(VARIANTS) == MODEL_TYPES
-
-
 def test_the_guide_shows_a_row_as_it_is() -> None:
     guide = Path("scripts/docs/pages/guides/models.md").read_text()
     (shown,) = re.findall(r"```python\n(    .granite.*?)```", guide, re.DOTALL)
@@ -324,12 +228,9 @@ def test_the_guide_shows_a_row_as_it_is() -> None:
 
 NOT_EXPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({"rotary_fraction": 0.4}, "rotary_fraction=0.4 is not what llama of transformers computes"),
-    "qwen2": ({"qk_norm": True}, "qkv_bias"),
     "mixtral": ({"router_normalise": False}, "router_normalise=false is not what mixtral of transformers"),
-    "qwen3_moe": ({"router_scale": 2.0}, "router_scale=2.0"),
     "olmoe": ({"dense_layers": 1}, "dense_layers=1"),
     "deepseek_v3": ({"router_group_best": 1}, "router_group_best=1 is not what deepseek_v3"),
-    "deepseek_v3 without shared experts": ({"shared_experts": 0}, "shared_experts=0"),
 }
 """Model -> options that its type does not have, and how the first is named."""
 

@@ -21,7 +21,6 @@ from mlm.checkpoint.native.format import Manifest, read_manifest
 from mlm.cli import main
 from mlm.cli.convert.reshard import preflight, run
 from mlm.cli.convert.settings import ReshardConfig
-from mlm.models import stage
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig
@@ -49,13 +48,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestBytes:
     """The output is a function of the saved state and the target layout alone."""
 
-    @pytest.mark.parametrize("target", [slow((4, 1)), (4, 2), slow((1, 3)), slow((4, 5))], ids=str)
-    def test_are_the_same_by_way_of_another_layout(
-        self, tmp_path: Path, source: Path, target: tuple[int, ...]
-    ) -> None:
-        straight = to(source, tmp_path / "straight", *target)
+    def test_are_the_same_by_way_of_another_layout(self, tmp_path: Path, source: Path) -> None:
+        straight = to(source, tmp_path / "straight", 4, 2)
         between = to(to(source, tmp_path / "a", 2), tmp_path / "b", 2, 2)
-        assert content(to(between, tmp_path / "way", *target)) == content(straight)
+        assert content(to(between, tmp_path / "way", 4, 2)) == content(straight)
 
     def test_of_weights_alone_are_the_same_wherever_the_moments_went(
         self, tmp_path: Path, source: Path
@@ -66,17 +62,11 @@ class TestBytes:
         assert content(to(first, tmp_path / "c", 4)) == straight
         assert content(to(last, tmp_path / "d", 4, weights_only=True)) == straight
 
-    def test_have_a_save_id_of_their_own_at_each_layout(self, tmp_path: Path, source: Path) -> None:
-        ids = [read_manifest(to(source, tmp_path / str(tp), tp)).save_id for tp in (1, 2)]
-        assert len({*ids, read_manifest(source / "checkpoints" / STEP).save_id}) == 3
-
 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         ({}, {"tp": 2, "pp": 2}),
-        slow({}, {"tp": 4}),
-        slow({}, {"pp": 3}),
         slow({"num_layers": 6}, {"pp": 2, "vp": 3}),
         slow({"vocab_multiple": 128}, {"tp": 4}),  # three ranks hold padding alone
     ],
@@ -115,16 +105,13 @@ class TestState:
         after = read_manifest(to(to(source, tmp_path / "a", 2), tmp_path / "b", 4, 5))
         origin = {"origin": before.save_id, "layout": {"tp": 4, "pp": 5, "vp": 1}}
         assert after.state == {**before.state, "reshard": origin}
+        assert (tmp_path / "b/tokenizer.json").read_text() == '{"of": "the run"}'
 
     def test_without_the_optimizer_is_of_weights_alone(self, tmp_path: Path, source: Path) -> None:
         manifest = read_manifest(to(source, tmp_path, 2, weights_only=True))
         assert all(name.startswith("model.") for name in manifest.tensors)
         assert manifest.state["weights_only"] is True
         assert "scaler" not in manifest.state
-
-    def test_tokenizer_comes_along(self, tmp_path: Path, source: Path) -> None:
-        to(source, tmp_path)
-        assert (tmp_path / "tokenizer.json").read_text() == '{"of": "the run"}'
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -153,15 +140,6 @@ def test_a_signal_leaves_no_unfinished_folder(
     assert stopped.value.code == 128 + number
     assert capfd.readouterr().err == f"mlm: {number.name}: stopped\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_table_tells_what_became_of_it(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["reshard", "--tp", "4", "--pp", "2", f"ckpt={source}", f"out={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert "tp=4 pp=2" in said
-    assert str(tmp_path / "checkpoints" / STEP) in said
 
 
 @pytest.mark.slow
@@ -241,30 +219,16 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "edit",
         [
-            lambda body: [entry.update(split=None) for entry in body["tensors"].values()],
             lambda body: body["tensors"]["model.final_norm.weight"]["split"].update(stage=LAYERS),
             lambda body: body["state"].update(reshard={"layout": {"tp": 1, "pp": 1, "vp": 1}}),
         ],
-        ids=["split", "layer", "origin"],
+        ids=["layer", "origin"],
     )
     def test_manifest_that_makes_no_sense(self, tmp_path: Path, edit: object) -> None:
         trained(shape_context(), tmp_path / "run", spec())
         edit_manifest(tmp_path / "run" / "checkpoints" / STEP, edit)  # type: ignore[arg-type]
         with pytest.raises(UserError, match="Restore it from a copy"):
             to(tmp_path / "run", tmp_path / "out", 2)
-
-    @pytest.mark.parametrize("edit", [{"num_layers": 2**20}, {"hidden_size": 2**20}], ids=str)
-    def test_model_other_than_the_tensors(
-        self, tmp_path: Path, edit: dict[str, int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Compared as loading does, before a table of its layers is made."""
-        trained(shape_context(), tmp_path / "run", spec())
-        path = tmp_path / "run" / "checkpoints" / STEP
-        edit_manifest(path, lambda body: body["state"]["config"]["model"].update(edit))
-        monkeypatch.setattr(stage, "assign_stages", lambda *sizes: pytest.fail("made a table of layers"))
-        with pytest.raises(UserError, match=r"other than the [\d,]+ stored"):
-            to(tmp_path / "run", tmp_path / "out", 2)
-        assert not (tmp_path / "out").exists()
 
     def test_disk_too_small_before_a_byte_is_written(
         self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,16 +238,9 @@ class TestRefusals:
             to(source, tmp_path / "out", 2)
         assert not list((tmp_path / "out").rglob("*.safetensors"))
 
-    @pytest.mark.parametrize("held", ["tokenizer.json", "checkpoints"])
-    def test_folder_that_is_not_empty(self, tmp_path: Path, source: Path, held: str) -> None:
-        (tmp_path / held).write_text("mine")
-        with pytest.raises(UserError, match="is there already"):
-            to(source, tmp_path, 2)
-        assert (tmp_path / held).read_text() == "mine"
-
 
 def kill_at_each_operation(run: Path, folder: Path) -> None:
-    """Reshard into folder/1, folder/2, …, each killed one file operation later, until one is done."""
+    """Reshard into folder/1, folder/2, …, each killed one change of a file later, until one is done."""
     number, killed = 0, True
     while killed:
         number += 1
@@ -296,7 +253,7 @@ def kill_at_each_operation(run: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # some 250 rounds, most of their time on the disk
+@pytest.mark.timeout(600)
 def test_a_kill_at_any_file_operation_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
     small = replace(spec(), model=replace(spec().model, num_layers=2))
     trained(shape_context(), tmp_path / "run", small)
@@ -309,7 +266,7 @@ def test_a_kill_at_any_file_operation_leaves_nothing_or_the_whole(tmp_path: Path
     killer.join()
     assert killer.exitcode == 0
     rounds = max(int(path.name) for path in (tmp_path / "killed").iterdir() if path.name.isdigit())
-    assert rounds > 30
+    assert rounds > 20
     for number in range(1, rounds + 1):
         out = tmp_path / "killed" / str(number)
         found = out / "checkpoints" / STEP if out.exists() else to(tmp_path / "run", out, 1, 2)

@@ -22,8 +22,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.runs.config import PretrainConfig
 from tests.convert.declared import CARD, STYLES, write_declared
 from tests.convert.hf_models import MODEL, export_model, import_model
-from tests.data.chats import CHATML, TALK
-from tests.data.chats import theirs as chat_tokenizer
+from tests.data.chats import CHATML
 from tests.finetune.chats import write_llama
 
 PROMPTS = ["To be", "question: whether", "<s>old</s> x"]
@@ -46,7 +45,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("place", ["source", "run", "exported"])
+@pytest.mark.parametrize("place", ["source", "exported"])
 def test_special_tokens_are_those_declared(folders: dict[str, Path], place: str) -> None:
     source, config = theirs(folders["source"]), read(folders["source"] / "config.json")
     ours = mlm.load(folders[place], device="cpu").tokenizer
@@ -101,20 +100,7 @@ def test_a_model_with_anothers_tokenizer_declares_its_tokens_alone(tmp_path: Pat
     assert (found["bos_token"], found["eos_token"]) == (None, "<|endoftext|>")
 
 
-def test_what_is_not_carried_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_declared(tmp_path / "source", "qwen")
-    for name in ("LICENSE", "modeling_tiny.py", "pytorch_model.bin", ".gitattributes"):
-        (source / name).write_text("")
-    settings = read(source / "tokenizer_config.json") | {"auto_map": {"AutoTokenizer": "tiny.Tiny"}}
-    (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert main(["import", "hf", f"source={source}", f"out={tmp_path / 'run'}", "verify=false"]) == 0
-    assert (
-        "not carried: LICENSE, modeling_tiny.py, auto_map of tokenizer_config.json\n"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("place", ["source", "run"])
+@pytest.mark.parametrize("place", ["source", "exported"])
 def test_texts_go_on_as_in_transformers(folders: dict[str, Path], place: str) -> None:
     """After its own first token, with its penalty, up to any of its ends; greedy, to compare."""
     tokenizer = theirs(folders["source"])
@@ -152,7 +138,7 @@ def test_declared_sampling_is_used_where_nothing_is_typed(
 
 def test_no_token_of_a_class_is_declared_that_the_vocabulary_lacks(tmp_path: Path) -> None:
     """`transformers` would add <unk> of Llama's, with an id beyond the rows of the token table."""
-    source = write_declared(tmp_path / "source", "deepseek")
+    source = write_declared(tmp_path / "source", "llama3")
     settings = read(source / "tokenizer_config.json") | {"tokenizer_class": "LlamaTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     run = import_model(source, tmp_path / "run", verify=False)
@@ -161,32 +147,17 @@ def test_no_token_of_a_class_is_declared_that_the_vocabulary_lacks(tmp_path: Pat
     assert theirs(exported)("a <unk>")["input_ids"] == theirs(source)("a <unk>")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("declared", "problem"),
-    [
-        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
-        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1 must be 0 or more"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 must be greater than 0"),
-    ],
-)
 def test_a_declared_setting_that_is_none_is_named_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: dict[str, Any], problem: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ckpt = write_declared(tmp_path / "source", "qwen")
-    (ckpt / "generation_config.json").write_text(json.dumps(declared))
+    (ckpt / "generation_config.json").write_text('{"do_sample": true, "temperature": -1.0}')
+    problem = "temperature=-1.0 must be 0 or more"
     asked = ("generate", f"ckpt={ckpt}", "prompt=To be", "max_new_tokens=2", "dist.threads_per_rank=1")
     capsys.readouterr()
     assert main([*asked]) == 2
     assert capsys.readouterr().err == f"mlm generate: generation_config.json: {problem}\n"
     assert main([*asked, "temperature=0", "repetition_penalty=1", "no_repeat_ngram_size=0"]) == 0
-
-
-@pytest.mark.parametrize("id", [-1, 1 << 40])
-def test_ids_that_are_no_tokens_are_left(tmp_path: Path, id: int) -> None:
-    folder = write_declared(tmp_path / "source", "qwen")
-    usual = Tokenizer.load(folder)
-    damaged = Tokenizer.load(folder, eod=id, bos=id)
-    assert (damaged.eod_id, damaged.bos_id) == (usual.eod_id, usual.bos_id)
 
 
 def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
@@ -208,20 +179,6 @@ def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
     assert beside is not None
     assert (beside.bos_id, beside.eod_id) == (tokenizer.bos_id, tokenizer.eod_id)
     assert IndexedDataset(out / "train")[0].tolist()[0] == tokenizer.bos_id
-
-
-def test_template_survives_import_and_export(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "source")
-    mlm.import_hf(source, tmp_path / "run", verify=False)
-    mlm.export_hf(tmp_path / "run", tmp_path / "exported", verify=False)
-    rendered = [
-        chat_tokenizer(folder).apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-        for folder in (source, tmp_path / "exported")
-    ]
-    assert rendered[0]["input_ids"] == rendered[1]["input_ids"]
-    assert rendered[0]["assistant_masks"] == rendered[1]["assistant_masks"]
-    ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == chat_tokenizer(source).convert_tokens_to_ids("<|im_end|>")
 
 
 def test_template_that_cannot_be_read_is_left_out_of_an_import(

@@ -15,7 +15,6 @@ import mlm
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.cli.convert.run import run
 from mlm.convert.config import ConvertConfig
-from mlm.convert.conversion import preflight
 from mlm.convert.huggingface.mapping import ProbeSamples
 from mlm.convert.megatron.distributed import find_step
 from mlm.convert.source import open_source
@@ -152,13 +151,6 @@ def test_a_bert_says_what_transformers_says(tmp_path: Path, layout: Layout) -> N
     assert_outputs(imported(tmp_path), random_bert())
 
 
-def test_qkv_rows_of_another_version_are_seen_by_the_comparison(tmp_path: Path) -> None:
-    """The yardstick itself."""
-    edited(tmp_path, lambda content: content.update(checkpoint_version=3.0), Layout(version=1.0))
-    with pytest.raises(AssertionError):
-        assert_logits(imported(tmp_path), random_gpt2())
-
-
 def imported_bert(tmp_path: Path, state: dict[str, Tensor] | None = None, **changes: Any) -> Path:
     """Write a BERT as torch_dist, import it; the run directory."""
     written(tmp_path, None, bert_state(random_bert()) if state is None else state, arguments(**changes))
@@ -194,7 +186,7 @@ def test_without_a_binary_head_its_parts_are_filled(
     assert_outputs(found, model, order=False)
 
 
-@pytest.mark.parametrize(("rows", "wanted"), [(30592, 30522), (29056, 28996), (30720, None)])
+@pytest.mark.parametrize(("rows", "wanted"), [(30592, 30522), (30720, None)])
 def test_vocabulary_is_berts_where_it_fits(tmp_path: Path, rows: int, wanted: int | None) -> None:
     written(tmp_path, None, bert_state(random_bert(), rows=rows))
     if wanted is None:
@@ -209,12 +201,6 @@ def test_files_of_2019_take_the_heads_that_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not record args\.num_attention_heads: give num_heads="):
         imported(tmp_path)
     assert_logits(imported(tmp_path, num_heads=4), random_gpt2())
-
-
-def test_heads_that_are_recorded_are_not_named(tmp_path: Path) -> None:
-    written(tmp_path, Layout())
-    with pytest.raises(UserError, match=r"num_heads=8: .* records 4: leave it out"):
-        imported(tmp_path, num_heads=8)
 
 
 @pytest.mark.parametrize(
@@ -258,26 +244,6 @@ def test_the_iteration_is_the_named_the_only_or_the_given(tmp_path: Path) -> Non
         find_step(step.parent)
 
 
-def test_failed_import_leaves_nothing(tmp_path: Path) -> None:
-    state = gpt2_state(random_gpt2())
-    state["decoder.layers.mlp.linear_fc2.bias"][3, 5] = float("nan")
-    written(tmp_path, None, state)
-    with pytest.raises(CorruptFileError, match=r"layers\.3\.mlp\.down\.bias is not finite"):
-        imported(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-
-def test_preflight_names_every_problem(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    problems = preflight(settings(tmp_path, tokenizer=str(tmp_path / "none")))
-    assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
-        "out",
-        f"no tokenizer at {tmp_path / 'none'}",
-        "source",
-    ]
-    assert all("\n" not in problem for problem in problems)
-
-
 def test_a_flipped_bit_of_a_weight_is_found(tmp_path: Path) -> None:
     """torch does not look at the checksums of what it maps into memory."""
     path = written(tmp_path, Layout()) / "mp_rank_00" / FILE
@@ -294,9 +260,6 @@ COMMON: dict[str, tuple[Any, str]] = {
     "a call": ({"args": BOMB}, r"common\.pt: refers to .*mkdir, which is not data; nothing was executed"),
     "a call in args": ({"args": arguments(save=BOMB)}, "which is not data; nothing was executed"),
     "no arguments": ({"iteration": 7}, "its args are NoneType, not a Namespace"),
-    "a list": ([1], "holds no named parts"),
-    "heads of a text": ({"args": arguments(num_attention_heads="4")}, "args.num_attention_heads=4 is out of"),
-    "no heads": ({"args": arguments(num_attention_heads=None)}, "does not record args.num_attention_heads"),
     "heads that do not fit": ({"args": arguments(num_attention_heads=5)}, "5 heads of 6 columns do not make"),
     "norms behind the sums": (
         {"args": arguments(apply_residual_connection_post_layernorm=True)},
@@ -304,12 +267,6 @@ COMMON: dict[str, tuple[Any, str]] = {
     ),
 }
 """Content of common.pt in torch_dist."""
-
-
-def test_a_folder_without_common_values_names_the_file(tmp_path: Path) -> None:
-    (written(tmp_path, None) / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"iter_0000007/common\.pt: cannot be read: No such file"):
-        imported(tmp_path)
 
 
 def layers(content: dict[str, Any]) -> dict[str, Any]:
@@ -328,12 +285,9 @@ RANKS: dict[str, tuple[Change, str]] = {
     "a call": (lambda c: c.update(note=BOMB), "which is not data; nothing was executed"),
     "a call for a tensor": (lambda c: layers(c).update({BIAS: BOMB}), "nothing was executed"),
     "strides": (lambda c: layers(c).update({BIAS: torch.zeros(1).expand(HIDDEN)}), "is not a plain tensor"),
-    "integers": (lambda c: layers(c).update({BIAS: torch.zeros(32, dtype=torch.int64)}), "is not a plain"),
     "a list": (lambda c: layers(c).update({BIAS: [0.0] * HIDDEN}), "is not a plain tensor"),
     "no end": (lambda c: c["model"]["language_model"].update(encoder=endless()), "no dictionary of names"),
-    "no model": (lambda c: c.pop("model"), "holds no model"),
     "version": (lambda c: c.update(checkpoint_version=4.0), "checkpoint_version=4.0"),
-    "args": (lambda c: c.update(args={"num_layers": 4}), "args are dict, not a Namespace"),
     "escapes": (lambda c: layers(c).update({"layers.0.\x1b[2J\nall is well": torch.zeros(3)}), "x1b"),
 }
 """Changes of a file of a rank."""
@@ -362,12 +316,7 @@ def test_a_problem_of_a_file_is_named_in_one_line_and_runs_nothing(
     ("change", "message"),
     [
         (lambda s: s.pop("output_layer.bias"), "output_layer.bias is missing"),
-        (lambda s: s.pop("binary_head.bias"), "binary_head.bias is missing"),
         (lambda s: s.update({"binary_head.weight": torch.ones(3, 32)}), r"binary_head.weight is \[3, 32\]"),
-        (
-            lambda s: s.update({"output_layer.bias": torch.ones(63)}),
-            r"output_layer.bias is \[63\], \[64\] is",
-        ),
         (lambda s: s.update({"output_layer.weight": torch.ones(64, 32)}), "differs from the token table"),
         (lambda s: s.update({"pooler.dense.bias": torch.ones(32).int()}), "only floating-point numbers are"),
         (lambda s: s.update({"encoder.layers.mlp.router.weight": torch.ones(4, 8)}), "Megatron Bridge"),
@@ -376,7 +325,7 @@ def test_a_problem_of_a_file_is_named_in_one_line_and_runs_nothing(
             "is no part of GPT-2, BERT",
         ),
     ],
-    ids=["bias", "half", "classes", "rows", "a head", "integers", "a mixture", "an unknown name"],
+    ids=["bias", "classes", "a head", "integers", "a mixture", "an unknown name"],
 )
 def test_problem_of_a_tensor_is_named(tmp_path: Path, change: Change, message: str) -> None:
     state = bert_state(random_bert())
@@ -426,10 +375,3 @@ def test_the_folder_of_one_rank_is_rejected(tmp_path: Path) -> None:
     source = written(tmp_path, Layout()) / "mp_rank_00"
     with pytest.raises(UserError, match="one rank of a checkpoint: name its parent"):
         imported(tmp_path, source=str(source))
-
-
-def test_a_file_of_an_expert_rank_names_the_other_way(tmp_path: Path) -> None:
-    step = written(tmp_path, Layout(tp=2, pp=2))
-    (step / "mp_rank_00_000").rename(step / "mp_rank_00_000_000")
-    with pytest.raises(UserError, match=r"of one expert-parallel rank: .*Megatron Bridge"):
-        imported(tmp_path)
