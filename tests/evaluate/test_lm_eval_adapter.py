@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,30 +104,41 @@ def evaluate(model: Any, folder: Path, **arguments: Any) -> tuple[dict[str, floa
         log_samples=True,
         device="cpu" if arguments else None,
     )
-    numbers = {
+    answers = [sample["resps"] for task in TASKS for sample in found["samples"][task]]
+    return metrics_of(found["results"]), answers
+
+
+def metrics_of(results: dict[str, Any]) -> dict[str, float]:
+    return {
         f"{task}/{metric}": value
-        for task, metrics in found["results"].items()
+        for task, metrics in results.items()
         for metric, value in metrics.items()
         if isinstance(value, float) and "stderr" not in metric
     }
-    answers = [sample["resps"] for task in TASKS for sample in found["samples"][task]]
-    return numbers, answers
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(folder: Path) -> tuple[dict[str, float], list[Any]]:
+    """Of the run, on this process."""
+    return evaluate("mlm", folder, ckpt=str(folder / "run"), batch_size=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
-def test_numbers_are_those_of_the_hf_model(folder: Path, kind: str) -> None:
+def test_numbers_are_those_of_the_hf_model(
+    folder: Path, of_one_rank: tuple[dict[str, float], list[Any]], kind: str
+) -> None:
     """Texts of 2 to 100 tokens for a model that reads 48; float32 sums in another order.
 
     The Mixtral is exported with a beginning of texts that both models read.
     """
     pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
-    run, model = folder / "run", folder / "model"
+    model, (ours, texts) = folder / "model", of_one_rank
     if kind == "mixtral":
         source = write_llama(folder / "mixtral", template=None, kind="Mixtral")
         run = import_model(source, folder / "mixtral-run", verify=False)
         model = export_model(run, folder / "mixtral-model")
-    ours, texts = evaluate("mlm", folder, ckpt=str(run), batch_size=3)
+        ours, texts = evaluate("mlm", folder, ckpt=str(run), batch_size=3)
     theirs, their_texts = evaluate("hf", folder, pretrained=str(model), batch_size=3)
     assert len(ours) == 8
     assert ours == pytest.approx(theirs, rel=1e-4)
@@ -198,7 +208,6 @@ def test_ranks_agree_on_all_requests_before_the_first_group_is_generated(
     "arguments, problem",
     [
         ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
-        ({"max_gen_toks": 9, "penalty_alpha": 2}, "penalty_alpha"),
         ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be greater"),
         ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
     ],
@@ -213,13 +222,9 @@ def test_generation_we_do_not_have_is_rejected(
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        ({"tp": 2}, "tp=2"),
         ({"tp": 0}, "tp=0 must be greater than 0"),
-        ({"tpp": 2}, "tpp"),
-        ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": "many"}, "batch_size"),
         ({"precision": "fp4"}, "precision.dtype"),
-        ({"device": "tpu:0"}, "dist.device"),
         ({"device": "cuda:1"}, "device=cuda:1: .* CUDA_VISIBLE_DEVICES=1"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json"),
     ],
@@ -277,38 +282,39 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_replicas_share_the_requests_of_one_rank(folder: Path, tmp_path: Path) -> None:
+def test_replicas_share_the_requests_of_one_rank(
+    folder: Path, of_one_rank: tuple[dict[str, float], list[Any]], tmp_path: Path
+) -> None:
     """Two ranks of torchrun write the samples of one process, once."""
-    command = ["-m", "mlm.evaluate.lm_eval", "run", "--model", "mlm", "--model_args"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "mlm.evaluate.lm_eval", "run", "--model", "mlm", "--model_args"]
     command += [f"ckpt={folder / 'run'},device=cpu", "--tasks", ",".join(TASKS), "--log_samples"]
-    command += ["--include_path", str(folder / "tasks"), "--output_path"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launchers = {"one": [sys.executable], "two": torchrun}
-    found = {}
-    for name, launcher in launchers.items():
-        done = subprocess.run([*launcher, *command, str(tmp_path / name)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        (receipt,) = (tmp_path / name).rglob("results_*.json")
-        samples = sorted((tmp_path / name).rglob("samples_*.jsonl"))
-        found[name] = (
-            json.loads(receipt.read_text())["results"],
-            [[json.loads(line)["resps"] for line in path.read_text().splitlines()] for path in samples],
-        )
-        assert done.stdout.count("|cloze") == 1
-    assert len(found["one"][1]) == len(TASKS)
-    for one, two in zip(*(numbers(*found[name]) for name in launchers), strict=True):
-        assert two == pytest.approx(one, rel=1e-5)
+    command += ["--include_path", str(folder / "tasks"), "--output_path", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("|cloze") == 1
+    (receipt,) = tmp_path.rglob("results_*.json")
+    metrics, answers = of_one_rank
+    assert metrics_of(json.loads(receipt.read_text())["results"]) == pytest.approx(metrics, rel=1e-5)
+    found = list[Any]()
+    for task in TASKS:
+        (samples,) = tmp_path.rglob(f"samples_{task}_*.jsonl")
+        found += [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+    for two, one in zip(leaves(*found), leaves(*answers), strict=True):
+        assert two == (pytest.approx(one, rel=1e-5) if isinstance(one, float) else one)
 
 
-def numbers(*values: Any) -> list[float]:
-    """All numbers of nested results, in order."""
-    found = list[float]()
+def leaves(*values: Any) -> list[float | str]:
+    """All numbers and texts of nested answers, in order; lm-eval writes numbers as texts."""
+    found = list[float | str]()
     for value in values:
-        if isinstance(value, dict | list):
-            found += numbers(*(value.values() if isinstance(value, dict) else value))
-        elif isinstance(value, float | int | str):
-            with suppress(ValueError):
-                found.append(float(value))
+        if isinstance(value, list | tuple):
+            found += leaves(*value)
+        else:
+            try:
+                found.append(float(str(value)))
+            except ValueError:
+                found.append(str(value))
     return found
 
 
@@ -320,12 +326,6 @@ def test_ranks_of_several_hosts_are_rejected(folder: Path, monkeypatch: pytest.M
         settings({"ckpt": str(folder / "run")})
 
 
-def test_ranks_with_other_requests_are_an_error(one_rank: MlmLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, "of another rank"])
-    with pytest.raises(UserError, match="different requests; delete the caches"):
-        one_rank._loglikelihood_tokens([(None, [1], [2])])
-
-
 def test_ranks_with_other_caches_are_an_error(
     one_rank: MlmLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,17 +333,6 @@ def test_ranks_with_other_caches_are_an_error(
     monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value, "of another rank"])
     with pytest.raises(UserError, match="delete the caches"):
         CachingLM(one_rank, str(tmp_path / "cache.db"))
-
-
-def test_without_lm_eval_the_command_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="lm_eval.api")
-
-    monkeypatch.setattr(lm_eval_command, "import_module", missing)
-    assert lm_eval_command.main() == 2
-    assert "pip install 'mlm[lm-eval]'" in capsys.readouterr().err
 
 
 def test_a_mistake_ends_the_command_with_2_and_a_line(
@@ -356,8 +345,9 @@ def test_a_mistake_ends_the_command_with_2_and_a_line(
     assert line.startswith("mlm-lm-eval: batch_size=0")
 
 
-@pytest.mark.parametrize("add_bos_token", [None, True, False])
-@pytest.mark.parametrize("style", ["qwen", "llama3", "deepseek"])
+@pytest.mark.parametrize(
+    ("style", "add_bos_token"), [("qwen", None), ("qwen", True), ("llama3", None), ("llama3", False)]
+)
 def test_a_text_begins_as_in_the_hf_model(tmp_path: Path, style: str, add_bos_token: bool | None) -> None:
     """With the tokenizer's own first token or without, by lm-eval's own model on the same folder."""
     pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")

@@ -17,7 +17,6 @@ from tests.data.corpora import write_corpus
 from tests.finetune.chats import POSITIONS, write_llama
 from tests.finetune.runs import BERT, GPT2, read, write_model
 from tests.ranks import command, run_on_ranks
-from tests.slow import slow_but
 
 TOKENS = 5 * POSITIONS + 17
 """Not a multiple of a window: the last is filled up."""
@@ -46,17 +45,8 @@ def evaluating(folder: Path, model: str, **changes: object) -> EvalLossConfig:
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    slow_but(
-        {1, 3},
-        [
-            ("llama", ParallelConfig(cp=2)),
-            ("llama", ParallelConfig(tp=2, cp=2)),
-            ("gpt2", ParallelConfig(cp=4)),
-            ("gpt2", ParallelConfig(cp=2, pp=2)),
-            ("gpt2", ParallelConfig(cp=2, dp=2)),
-        ],
-    ),
-    ids=["llama-cp2", "llama-tp2-cp2", "gpt2-cp4", "gpt2-cp2-pp2", "gpt2-cp2-dp2"],
+    [("llama", ParallelConfig(tp=2, cp=2)), ("gpt2", ParallelConfig(cp=2, pp=2))],
+    ids=["llama-tp2-cp2", "gpt2-cp2-pp2"],
 )
 def test_split_windows_score_as_whole_ones(folder: Path, model: str, parallel: ParallelConfig) -> None:
     whole, split = (folder / f"{model}-{name}.json" for name in ("whole", "split"))

@@ -10,7 +10,6 @@ from mlm.evaluate.zero_shot import lambada, sources
 from mlm.evaluate.zero_shot.protocol import Protocol
 from mlm.inference.scoring import Score, score
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import PASSAGES, load, tokenizer, write_lambada, write_trained_model
 
@@ -85,12 +84,6 @@ def test_passages_without_context_or_word_are_left_out_counted_and_named(
     assert (protocol.facts["N"], protocol.facts["skipped"]) == (2, 4)
     assert f"{tmp_path}/lambada.jsonl:2" in protocol.warnings[0]
     assert len(protocol.requests) == 2
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_passages_that_are_all_unfit_are_rejected(tmp_path: Path, strict: bool) -> None:
-    with pytest.raises(UserError, match=r"lambada\.jsonl:1"):
-        built(tmp_path, ("one", ""), strict=strict)
 
 
 def test_accuracy_and_perplexity_have_errors(tmp_path: Path) -> None:

@@ -37,10 +37,9 @@ def test_rows_of_lines_make_the_file_they_came_from(tmp_path: Path, name: str) -
     assert found.texts == (text,)
 
 
-@pytest.mark.parametrize("name", ["pages.jsonl", "pages.parquet"])
-def test_rows_of_articles_are_those_articles(tmp_path: Path, name: str) -> None:
+def test_rows_of_articles_are_those_articles(tmp_path: Path) -> None:
     pages = sources.articles(WIKITEXT)
-    found = sources.wikitext(write_rows(tmp_path, name, "page", pages), raw=True)
+    found = sources.wikitext(write_rows(tmp_path, "pages.jsonl", "page", pages), raw=True)
     assert sources.articles(found.texts[0]) == pages
 
 
@@ -66,11 +65,8 @@ def test_articles_begin_at_their_titles() -> None:
     [
         (" = Title = ", True),
         (" = = Section = = ", False),
-        (" = = = Part = = = ", False),
         (" = a = b = ", True),
-        (" = = ", False),
         (" = a = = ", False),
-        ("= =", False),
         ("x = y", False),
     ],
 )
@@ -110,13 +106,6 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes, place: str) -> None
     assert str(path) in str(told.value)
     assert place in str(told.value)
     assert "\n" not in str(told.value)
-
-
-def test_text_that_is_no_utf8_is_named_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "wiki.test.tokens"
-    path.write_bytes(b"one\ntwo\n\xff\n")
-    with pytest.raises(UserError, match=r"wiki\.test\.tokens:3: is not UTF-8"):
-        sources.wikitext(str(path), raw=False)
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlm.evaluate.zero_shot import sources, wikitext103
-from mlm.evaluate.zero_shot.protocol import Protocol, exp, ratio_stderr
+from mlm.evaluate.zero_shot.protocol import Protocol, ratio_stderr
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
 from mlm.inference.scoring import Score, mean_stderr, rolling_windows, score
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import SEQ_LENGTH, WIKITEXT, load, tokenizer, write_model, write_wikitext
-from tests.slow import thinned
 
 STRIDES = (1, 5, 7, SEQ_LENGTH)
 
@@ -33,13 +32,13 @@ def articles(folder: Path, length: int = SEQ_LENGTH, limit: int | None = None) -
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("num_tokens", [2, SEQ_LENGTH, SEQ_LENGTH + 1, SEQ_LENGTH + 2, 60, 61])
+@pytest.mark.parametrize("num_tokens", [2, SEQ_LENGTH + 1, SEQ_LENGTH + 2, 60])
 def test_every_token_but_the_first_is_scored_once(num_tokens: int, stride: int) -> None:
     windows = list(wikitext103.overlapping_windows(num_tokens, SEQ_LENGTH, stride))
     assert [t for _, first, end in windows for t in range(first, end)] == list(range(1, num_tokens))
 
 
-@pytest.mark.parametrize("stride", thinned(STRIDES, 2))
+@pytest.mark.parametrize("stride", [1, 7])
 def test_perplexities_are_those_of_the_protocols_text(tmp_path: Path, stride: int) -> None:
     model = write_model(tmp_path / "model")
     protocol = whole(tmp_path, stride)
@@ -113,34 +112,6 @@ def test_the_form_that_published_numbers_are_on_is_named(tmp_path: Path) -> None
     assert "wikitext-103-raw-v1" in articles(tmp_path).warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("apart", "together"),
-    [
-        ("dogs ' tails", "dogs' tails"),
-        ("well @-@ known", "well-known"),
-        ("1 @,@ 500", "1,500"),
-        ("3 @.@ 3", "3.3"),
-        ("so : this ; that . here ! there ? or , now", "so: this; that. here! there? or, now"),
-        ("a : ; b", "a:; b"),  # each mark finds the spaces that the one before left
-        ("( 24 in )", "(24 in)"),
-        ("[ sic ] { x }", "[sic] {x}"),
-        ('a " quoted " word', 'a "quoted" word'),
-        ("a ' quoted ' word", "a 'quoted' word"),
-        ("( over \n two lines )", "(over\ntwo lines)"),
-        ("= = = = Four = = = =", "==== Four ===="),
-        ("= = = Three = = =", "=== Three ==="),
-        ("= = Two = =", "== Two =="),
-        ("= One =", "= One ="),
-        ("5 ° C", "5°C"),
-        ("end . \n Next", "end.\nNext"),
-        ("about N of them", "about 1 of them"),
-        ("the sea 's floor", "the sea's floor"),
-    ],
-)
-def test_an_artefact_is_undone(apart: str, together: str) -> None:
-    assert detokenise(apart) == together
-
-
 @given(st.lists(st.sampled_from([*" '\"()[]{}=:;.!?,@-\n°Ns1a", " 's", " @-@ ", "= = "]), max_size=40))
 @settings(deadline=None)  # the first call imports lm-eval
 def test_it_is_what_lm_eval_makes_of_any_text(parts: list[str]) -> None:
@@ -167,7 +138,3 @@ def test_the_error_of_a_ratio_is_what_resampling_gives() -> None:
     chosen = draw.integers(0, 300, (3000, 300))
     resampled = (sums[chosen].sum(1) / weights[chosen].sum(1)).std(ddof=1)
     assert ratio_stderr(sums.tolist(), weights.tolist()) == pytest.approx(resampled, rel=0.06)
-
-
-def test_a_hopeless_loss_is_no_overflow() -> None:
-    assert math.isfinite(exp(1e6))
