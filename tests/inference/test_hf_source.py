@@ -1,7 +1,6 @@
 """`ckpt=` as a model of `transformers`: the same logits, read where it lies, and nothing written there."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mlm.cli.entry import main
 from mlm.convert.huggingface.folder import read_model
 from mlm.convert.source import open_source
 from mlm.data.files_present import hub_id
-from mlm.inference.trained import load_trained, open_for_layout
+from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -26,13 +25,11 @@ from tests.checkpoints_on_disk import write_run
 from tests.convert.hf_models import (
     MODEL,
     add_tokenizer,
-    edit_config,
     hub_cache,
     make_model,
 )
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
 
 
 @pytest.fixture
@@ -46,10 +43,9 @@ def logits(ctx: ParallelContext, folder: Path) -> Tensor:
     return our_outputs(folder, ctx).get("logits", torch.empty(0))
 
 
-@pytest.mark.parametrize(("tp", "pp"), thinned([(1, 1), (2, 1), (4, 1), (1, 2)], 2))
-def test_logits_equal_those_of_transformers_at_every_layout(folder: Path, tp: int, pp: int) -> None:
+def test_logits_of_ranks_equal_those_of_transformers(folder: Path) -> None:
     want = reference_outputs(read_model(folder))["logits"]
-    got = run_on_ranks(logits, folder, tp=tp, pp=pp)[-1]
+    got = run_on_ranks(logits, folder, tp=4)[-1]
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -62,22 +58,6 @@ def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     want = digest_bytes(canonical({name: digest_file(folder / name) for name in names}))
     assert run_on_ranks(digest, folder, tp=2) == [want, want]
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
-        ({"n_layer": 2}, "is no parameter of GPT2LMHeadModel"),
-        ({"n_positions": 50}, "config.json makes it"),
-    ],
-)
-def test_a_model_that_is_not_ours_is_rejected_before_ranks_start(
-    folder: Path, settings: dict[str, Any], problem: str
-) -> None:
-    edit_config(folder, **settings)
-    with pytest.raises(UserError, match=re.escape(problem)):
-        open_for_layout(str(folder), ParallelConfig())
 
 
 def test_a_run_directory_with_a_config_json_is_still_ours(tmp_path: Path) -> None:
@@ -116,12 +96,9 @@ def test_eval_loss_scores_it_and_writes_nothing_beside_it(
         ("openai-community/gpt2", "openai-community/gpt2"),
         ("hub:gpt2", "gpt2"),
         ("hub:there/gpt2", "there/gpt2"),
-        ("gpt2", None),
         ("runs/shakespear", None),
         ("there/gpt2", None),  # the folder is there: a misspelled path below it
-        ("a/b/c", None),
         ("../gpt2", None),
-        ("/models/gpt2", None),
         ("hub:../gpt2", None),
     ],
 )
@@ -150,41 +127,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(
     assert trained.source.result_file("score.json") == Path("tiny-score.json")
 
 
-def test_a_hub_that_does_not_answer_is_one_line_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
-    assert main(["generate", "ckpt=someone/tiny", "prompt=a"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "ckpt=someone/tiny: no such folder, and the Hub does not give it (ConnectionError" in said
-
-
 def test_padding_rows_are_zero(folder: Path) -> None:
     """The vocabulary's padding must not hold what the memory held before."""
     trained = load_trained(open_source(str(folder)), ParallelConfig(), PrecisionConfig(), shape_context())
     assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [(["generate", "prompt=a"], "config.json"), (["eval", "loss", "path=test"], "model.safetensors")],
-)
-def test_a_damaged_file_ends_a_command_with_1(
-    folder: Path,
-    command: list[str],
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(folder)
-    write_corpus(folder / "test", [[1, 2, 3] * 20])
-    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
-    assert main([*command, f"ckpt={folder}", "dist.device=cpu"]) == 1
-    said = capsys.readouterr().err
-    assert str(folder / name) in said
-    assert said.count("\n") == 1

@@ -29,13 +29,11 @@ def drawn(**changes: Any) -> set[int]:
         ({}, {0, 1, 2, 3}),
         ({"temperature": 0.0}, {1}),
         ({"top_k": 2}, {1, 2}),
-        ({"top_k": 9}, {0, 1, 2, 3}),  # more than there are
         ({"top_p": 0.6}, {1}),
         ({"top_p": 0.7}, {1, 2}),
         ({"top_k": 3, "top_p": 0.95}, {1, 2, 3}),
         ({"top_k": 2, "top_p": 0.72}, {1}),  # 0.73 of what top_k leaves
         ({"top_p": 1e-9}, {1}),  # the best one always stays
-        ({"temperature": 1e-3}, {1}),
         ({"temperature": 1e-308}, {1}),
     ],
 )
@@ -122,13 +120,3 @@ def test_no_n_gram_occurs_twice(size: int, token: int) -> None:
     options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=size)
     text = [2, 0, 1, 1, 0, 1]
     assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, None, [text]) == [token]
-
-
-def test_a_text_that_holds_every_token_repeats_one() -> None:
-    options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=1)
-    assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, None, [range(4)]) == [1]
-
-
-def test_the_lowest_of_equally_probable_tokens_is_taken() -> None:
-    rows = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    assert next_tokens(rows, [0], [0], replace(PLAIN, temperature=0.0), None) == [1]

@@ -26,10 +26,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.runs.checks import split_problems
 from mlm.runs.config import PretrainConfig
 from mlm.runs.folder import imported_state, run_config, write_run
-from mlm.runs.saved import trained_config
 from mlm.runs.tokenizer import digests_of_tokenizer, tokenizer_now
-from mlm.util.errors import CorruptFileError, UserError
-from tests.checkpoints_on_disk import CONFIG
+from mlm.util.errors import UserError
 from tests.convert.hf_models import TEXT
 
 MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60, vocab_size=331)
@@ -39,8 +37,6 @@ MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=6
     "layout, problems",
     [
         (ParallelConfig(tp=2, pp=6), []),
-        (ParallelConfig(pp=4), []),  # stages need not be equal
-        (ParallelConfig(pp=2, vp=3), []),
         (ParallelConfig(pp=2, zero=3, pipeline="zb_h1", vp=3, sequence_parallel=True), []),
         (
             ParallelConfig(tp=3),
@@ -64,19 +60,9 @@ def test_split_of_a_trained_model_names_the_nearest_that_works(
     assert split_problems(MODEL, layout) == problems
 
 
-@pytest.mark.parametrize("eod_id", [None, -1, 1 << 80])
-def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None) -> None:
-    """A run fills data.eod_id in before its first step."""
-    config = replace(CONFIG, data=DataConfig(kind="synthetic", reset_attention=True, eod_id=eod_id))
-    manifest = Manifest(1, "", {}, {}, {"config": to_dict(config)})
-    with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
-        trained_config(manifest, Path("step-00000001"))
-
-
 SPECIAL: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/null"),
-    "a broken link": lambda path: path.symlink_to("nowhere"),
 }
 
 

@@ -13,23 +13,15 @@ import pytest
 import transformers
 
 from mlm.cli.entry import main
-from mlm.cli.generate.prompts import read_prompts
 from mlm.cli.generate.run import run
 from mlm.cli.generate.settings import GenerateConfig
-from mlm.convert.source import open_source
 from mlm.data.chat_files import find_chat_template
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.config import Sampling
-from mlm.inference.generation import generate
-from mlm.inference.trained import load_trained
-from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.mesh import shape_context
 from tests.data.chats import TALK, TEMPLATES, theirs, write_tokenizer
 from tests.finetune.chats import write_llama
 from tests.ranks import command, run_on_ranks
-from tests.slow import thinned
 
 COMMAND = ("generate", "dist.threads_per_rank=1", "chat=true", "temperature=0", "max_new_tokens=8")
 
@@ -72,21 +64,6 @@ def test_answers_equal_those_of_transformers(
     capsys.readouterr()
     assert main([*COMMAND, f"ckpt={llama}", "prompt=sat?"]) == 0
     assert capsys.readouterr().out == Tokenizer.load(llama).decode(several[1]) + "\n"  # the answer alone
-
-
-def test_prompts_are_conversations_as_in_training(tmp_path: Path) -> None:
-    """Tools as text, a system column, values for the template; ids are those of `transformers`."""
-    shown = "{{ mood }}{{ tools | tojson if tools else '' }}" + TEMPLATES["qwen2"]
-    folder = write_tokenizer(tmp_path / "tokenizer", "qwen2", shown)
-    tokenizer, tools = Tokenizer.load(folder), [{"name": "f"}]
-    tokenizer.chat_template = find_chat_template(folder, tokenizer)
-    row = {"prompt": "sat?", "system": "s", "tools": json.dumps(tools), "chat_template_kwargs": {"mood": "m"}}
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    (found,) = read_prompts(GenerateConfig(ckpt="none", prompts=str(file), chat=True), tokenizer)
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "sat?"}]
-    options = {"tools": tools, "mood": "m", "add_generation_prompt": True, "return_dict": False}
-    assert list(found.ids) == theirs(folder).apply_chat_template(said, **options)
 
 
 def test_message_comes_from_standard_input(
@@ -140,20 +117,12 @@ def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings, problem",
-    thinned(
-        [
-            (["chat=true"], "chat=true: no message to answer"),
-            (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
-            (["system=be brief", "prompt=a"], "system=be brief: has no effect with chat=false"),
-            (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
-            (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
-            (
-                ["chat=true", "prompts=empty.jsonl"],
-                'empty.jsonl:1: holds no prompt: write {"messages": […]} or',
-            ),
-        ],
-        2,
-    ),
+    [
+        (["chat=true"], "chat=true: no message to answer"),
+        (["system=be brief", "prompt=a"], "system=be brief: has no effect with chat=false"),
+        (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
+        (["chat=true", "prompts=empty.jsonl"], 'empty.jsonl:1: holds no prompt: write {"messages": […]} or'),
+    ],
 )
 def test_what_cannot_be_answered_is_an_error(
     llama: Path,
@@ -179,15 +148,3 @@ def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, 
     closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
     names = {tokenizer.name_of(id) for id in end_of_turn_tokens(template, tokenizer)}
     assert names == {closing, tokenizer.name_of(tokenizer.eod_id)}
-
-
-def test_any_of_several_tokens_ends_a_text(llama: Path) -> None:
-    trained = load_trained(open_source(str(llama)), ParallelConfig(), PrecisionConfig(), shape_context())
-
-    def continued(ends: Any, **options: Any) -> list[int]:
-        given = Sampling(temperature=0, max_new_tokens=8, **options)
-        return generate(trained, [[5, 6, 7]], given, ctx=shape_context(), eod_id=ends)[0]
-
-    free = continued(None)
-    assert continued({free[3], 339}) == free[: free.index(free[3])]
-    assert len(continued({free[0], 339}, min_new_tokens=8)) == 8
