@@ -1,7 +1,5 @@
 """Layers of each stage, settings that every model hands to them, and a dropout mask for each place."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -49,20 +47,6 @@ def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.Monke
     model.outputs(Inputs(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([6, 6])), stream)
     assert len(keys) == 1 + 3 * 2 + 1  # embedding, three in a layer, classifier
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.slow
-def test_shapes_of_a_model_are_known_without_the_compiler() -> None:
-    """Every rank and command that reads a model's folder would load it otherwise: seconds of its start."""
-    code = (
-        "import sys\n"
-        "from mlm.checkpoint.parameters import parameters\n"
-        "from mlm.models.config import ModelConfig\n"
-        "shape = {'num_layers': 1, 'hidden_size': 8, 'num_heads': 2}\n"
-        "for kind in ('gpt2', 'llama', 'bert'): parameters(ModelConfig(kind=kind, **shape))\n"
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,12 @@ def test_ensure_state_sets_the_step_count_and_changes_neither_weights_nor_moment
 
 TRAIN_STEP = """
 import sys
+from mlm.checkpoint.parameters import parameters
 from mlm.cli import main
+from mlm.models.config import ModelConfig
+shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2}
+for kind in ("gpt2", "llama", "bert"):  # shapes as each rank reads them of a folder
+    parameters(ModelConfig(kind=kind, **shape))
 words = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
 assert main(["pretrain", *words, "train.steps=1", "train.validate_every=0", f"out={sys.argv[1]}"]) == 0
 print(*sorted({"torch._dynamo", "torch.distributed.fsdp", "sympy"} & set(sys.modules)))

@@ -29,7 +29,7 @@ def whole_gradients() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(4, 1, 1), (2, 2, 1), (1, 1, 2)])
 def test_norm_counts_each_parameter_once(tp: int, dp: int, pp: int) -> None:
     """Split ones on every tp rank, replicated ones once, data-parallel copies not at all, those of each
     pipeline stage: here the stages have equal gradients."""

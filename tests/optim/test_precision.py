@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.optim.auto_precision import AMPERE, MIN_HIDDEN, Gpu, choose_precision, settle_precision
+from mlm.optim.auto_precision import MIN_HIDDEN, Gpu, choose_precision, settle_precision
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import LossScaler
 
@@ -36,13 +36,6 @@ def test_a_processor_gets_the_faster_format_and_a_gpu_the_half_format_it_multipl
     assert choose_precision(hidden_size, gpu, cpuinfo)[0] == dtype
 
 
-def test_the_device_of_the_command_is_asked() -> None:
-    values: dict[str, Any] = {"precision": {"dtype": "auto"}, "dist": {"device": "cuda"}, "model": {}}
-    assert settle_precision(values, lambda device: Gpu(device, AMPERE)) == (
-        "precision=auto: bf16, as cuda multiplies it"
-    )
-
-
 @pytest.mark.parametrize(
     ("gpu", "dtype", "line"),
     [
@@ -65,13 +58,6 @@ def test_a_plan_takes_the_format_of_its_hardware() -> None:
         }
         assert settle_precision(values, no_gpu) == f"precision=auto: {dtype}, as x multiplies it"
         assert values["precision"]["dtype"] == dtype
-
-
-@pytest.mark.parametrize("values", [{}, {"precision": None}, {"precision": {"dtype": "fp64"}}])
-def test_what_is_chosen_stays(values: dict[str, Any]) -> None:
-    before = repr(values)
-    assert settle_precision(values, no_gpu) is None
-    assert repr(values) == before
 
 
 def scaler(**settings: Any) -> LossScaler:

@@ -32,11 +32,6 @@ def test_bert_schedule_is_linear(step: int, lr: float) -> None:
     assert learning_rate(step, OptimizerConfig(lr=1e-4), schedule, 2_000_000) == pytest.approx(lr, abs=1e-12)
 
 
-def test_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
-    schedule = ScheduleConfig(decay="constant", warmup_steps=10)
-    assert [learning_rate(s, ADAM, schedule, 100) for s in (5, 10, 100)] == [0.75e-4, 1.5e-4, 1.5e-4]
-
-
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1), (5, 0), (100, 6)])
 def test_last_step_trains_where_the_decay_ends_at_0_with_the_run(decay: str, steps: int, warmup: int) -> None:
