@@ -11,11 +11,8 @@ from torch import Tensor
 from mlm.parallel import matmul
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
-    CHUNK_BYTES,
-    HALF_BLOCK_BYTES,
     HALF_CHUNKS,
     IGNORE_INDEX,
-    chunk_rows,
     cross_entropy_and_hits,
     differentiable_losses,
     full_logits,
@@ -28,7 +25,7 @@ from mlm.parallel.logits import log_sum_and_target, logits_gradient
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow
 
 VOCAB, PADDED, HIDDEN, ROWS = 10, 16, 5, 11
 
@@ -48,12 +45,19 @@ def table_of(weight: Tensor, tp: Axis) -> VocabParallelEmbedding:
     return table
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("chunk_bytes", thinned([1, 3 * 4 * PADDED, 1 << 20], 2))
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_loss_hits_and_gradients_match_one_process(tp: int, chunk_bytes: int, has_bias: bool) -> None:
+def test_losses_hits_and_gradients_match_one_process(tp: int) -> None:
     """At tp=4 with 16 padded rows the last shard holds nothing but padding."""
-    run_on_ranks(check_loss_and_gradients, chunk_bytes, has_bias, tp=tp)
+    run_on_ranks(check_all, tp=tp)
+
+
+def check_all(ctx: ParallelContext) -> None:
+    for chunk_bytes in (1, 3 * 4 * PADDED, 1 << 20):
+        for has_bias in (False, True):
+            check_loss_and_gradients(ctx, chunk_bytes, has_bias)
+    check_tokens(ctx)
+    check_softcap(ctx)
+    check_ties(ctx)
 
 
 def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int, has_bias: bool) -> None:
@@ -121,11 +125,6 @@ def check_entered_twice(ctx: ParallelContext) -> None:
     torch.testing.assert_close(mine.grad, shard_of(hidden.grad, ctx.tp, 0))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_losses_and_scores_of_tokens_match_one_process(tp: int) -> None:
-    run_on_ranks(check_tokens, tp=tp)
-
-
 def check_tokens(ctx: ParallelContext) -> None:
     hidden, weight, labels = problem()
     table, logits = table_of(weight, ctx.tp), hidden @ weight.t()
@@ -139,12 +138,8 @@ def check_tokens(ctx: ParallelContext) -> None:
     assert torch.equal(best.bool(), logits.argmax(-1) == labels)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_every_loss_bounds_logits_by_the_softcap(tp: int) -> None:
-    run_on_ranks(check_softcap, tp=tp)
-
-
 def check_softcap(ctx: ParallelContext) -> None:
+    """Every loss bounds logits by the softcap."""
     hidden, weight, labels = problem()
     table = table_of(weight, ctx.tp)
     table.softcap = 1.5
@@ -167,13 +162,11 @@ def check_softcap(ctx: ParallelContext) -> None:
         torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([wanted[1], padding]), ctx.tp, 0))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_of_equal_logits_the_lowest_id_is_the_most_probable_and_padding_never(tp: int) -> None:
-    """Tokens 2, 3 and 9 are alike, 9 in another shard than 2 at tp=2 and 4; padding's logit is above all."""
-    run_on_ranks(check_ties, tp=tp)
-
-
 def check_ties(ctx: ParallelContext) -> None:
+    """Of equal logits the lowest id is the most probable, and padding never, whose logit is above all.
+
+    Tokens 2, 3 and 9 are alike, 9 in another shard than 2 at tp=2 and 4.
+    """
     weight = -torch.arange(2.0, VOCAB + 2).unsqueeze(1).repeat(1, HIDDEN)
     weight[[2, 3, 9]] = -1.0
     labels = torch.arange(VOCAB)
@@ -189,22 +182,23 @@ def test_loss_survives_logits_that_overflow_exp() -> None:
     torch.testing.assert_close(loss, torch.tensor([2e4]))
 
 
-@pytest.mark.parametrize("chunk_bytes", [3 * 4 * PADDED, 1 << 20])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int, softcap: float) -> None:
-    """The passes that a GPU runs compiled, here as it is: the same losses and gradients but for rounding."""
-    run_on_ranks(check_two_passes, chunk_bytes, softcap, tp=tp)
-
-
-def check_two_passes(
-    ctx: ParallelContext, chunk_bytes: int, softcap: float = 0.0, compile_them: bool = False
+@pytest.mark.parametrize(
+    ("tp", "chunk_bytes", "softcap", "compile_them"),
+    [(1, 3 * 4 * PADDED, 0.0, False), (2, 3 * 4 * PADDED, 3.0, False), slow((1, 1 << 20, 0.0, True))],
+)
+def test_two_passes_for_a_compiler_give_what_many_give(
+    tp: int, chunk_bytes: int, softcap: float, compile_them: bool
 ) -> None:
+    """The passes that a GPU runs compiled, also as they are: numbers equal but for rounding."""
+    run_on_ranks(check_two_passes, chunk_bytes, softcap, compile_them, tp=tp)
+
+
+def check_two_passes(ctx: ParallelContext, chunk_bytes: int, softcap: float, compile_them: bool) -> None:
     hidden, weight, labels = problem()
     passes = (log_sum_and_target, logits_gradient)
     if compile_them:
         passes = (torch.compile(passes[0]), torch.compile(passes[1]))
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16,) if compile_them else (torch.bfloat16, torch.float16):
         found = []
         for fused in (None, passes):
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
@@ -218,22 +212,6 @@ def check_two_passes(
         for plain, ours in zip(*found, strict=True):
             tolerance = 2 * torch.finfo(dtype).eps * float(plain.abs().max())
             torch.testing.assert_close(ours, plain, rtol=0, atol=max(tolerance, 1e-6))
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("rows", [8192, 5000, 188, 1, 0])
-def test_chunks_and_their_blocks_are_of_one_size(rows: int, device: str, half: bool) -> None:
-    """But for rows that do not divide; of no more than a piece may have, and no more of them."""
-    most = CHUNK_BYTES[device] // (4 * 50_304)
-    chunk, block = chunk_rows(rows, 50_304, device, half=half)
-    is_split = half and device == "cpu"
-    wide, narrow = (HALF_CHUNKS * most, HALF_BLOCK_BYTES // (4 * 50_304)) if is_split else (most, most)
-    for whole, size, limit in ((rows, chunk, wide), (chunk, block, narrow)):
-        sizes = [min(size, whole - first) for first in range(0, whole, max(1, size))]
-        assert sum(sizes) == whole
-        assert len(sizes) == math.ceil(whole / limit)
-        assert all(size - len(sizes) < part <= size <= limit for part in sizes)
 
 
 def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
@@ -261,13 +239,7 @@ def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
     torch.testing.assert_close(*found, rtol=0, atol=2**-7 * float(found[0].abs().max()))
 
 
-@pytest.mark.slow
-def test_the_two_passes_compile() -> None:
-    run_on_ranks(check_two_passes, 1 << 20, 0.0, True)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.bfloat16, 2.0), (torch.float16, 0.0)])
 def test_half_precision_gradients_are_near_float32(dtype: torch.dtype, softcap: float) -> None:
     """Within the dtype's own rounding: its epsilon times a few, relative to the largest gradient."""
     hidden, weight, labels = (x.float() if x.is_floating_point() else x for x in problem())

@@ -72,13 +72,6 @@ def check_calls(ctx: ParallelContext) -> None:
         dist.all_reduce = original
 
 
-def test_buckets_hold_the_last_layers_first() -> None:
-    """Backward reaches them first, so the first bucket is under way while the others fill."""
-    model, _ = model_and_input()
-    reducer = GradientReducer(list(model.parameters()), Axis("dp", 0, 2), bucket_bytes=1)
-    assert [bucket.parameters[0] for bucket in reducer.buckets] == list(model.parameters())[::-1]
-
-
 def test_a_parameter_without_gradient_is_still_reduced() -> None:
     """One rank may not use a parameter (a padding batch): its bucket is summed at the end."""
     run_on_ranks(check_unused, dp=2)

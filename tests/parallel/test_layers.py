@@ -14,27 +14,14 @@ from mlm.parallel.linear import linear, row_parallel_linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, shard_of
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
 
 Linear = ColumnParallelLinear | RowParallelLinear
-LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
-"""(tp, sequence_parallel)"""
-OVERLAPPED = [
-    (2, False, 2),
-    (2, False, 4),
-    (4, False, 3),
-    (2, True, 2),
-    (2, True, 4),
-    (2, True, 3),
-    (4, True, 2),
-]
+LAYOUTS = [(1, False, 1), (4, False, 1), (2, True, 1), (4, False, 3), (2, True, 3), (4, True, 2)]
 """(tp, sequence_parallel, parts). Of 8 rows, or those of a rank; 3 divides neither."""
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize(
-    ("tp", "sequence", "parts"), thinned([*((*each, 1) for each in LAYOUTS), *OVERLAPPED], 3)
-)
+@pytest.mark.parametrize(("tp", "sequence", "parts"), LAYOUTS)
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_split_linear_layers_match_one_process(
     kind: type[Linear], tp: int, sequence: bool, parts: int, later: bool
@@ -115,7 +102,7 @@ def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor,
     return dense, x, torch.randn(8, 2, out_features, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (4, False), (2, True)])
 def test_vocab_parallel_embedding_matches_one_process(tp: int, sequence: bool) -> None:
     """Outputs and the table's gradient equal nn.Embedding's; padding rows get none."""
     run_on_ranks(check_embedding, sequence, tp=tp)
@@ -144,7 +131,6 @@ def check_embedding(ctx: ParallelContext, sequence: bool) -> None:
     ("build", "message"),
     [
         (lambda tp: ColumnParallelLinear(4, 6, tp=tp), "out_features=6 must be divisible by tp=4"),
-        (lambda tp: RowParallelLinear(6, 4, tp=tp), "in_features=6 must be divisible by tp=4"),
         (lambda tp: VocabParallelEmbedding(5, 6, 4, tp=tp), "padded_vocab_size=6 must be divisible by tp=4"),
     ],
 )
@@ -230,10 +216,9 @@ def gradient_of_both_users(ctx: ParallelContext) -> list[float]:
     return x.grad.tolist()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_lone_layers_hold_initial_weights_that_are_equal_at_every_tp(tp: int) -> None:
+def test_lone_layers_hold_initial_weights_that_are_equal_at_every_tp() -> None:
     """N(0, init_std²) of one seed, cut over tp; biases zero; padding rows of the table zero."""
-    run_on_ranks(check_initial_weights, tp=tp)
+    run_on_ranks(check_initial_weights, tp=2)
 
 
 def check_initial_weights(ctx: ParallelContext) -> None:

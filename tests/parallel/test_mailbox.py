@@ -99,13 +99,13 @@ from mlm.parallel.mesh import CPU, build_mesh
 rank, how = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(sys.argv[3], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-ctx = build_mesh(tp=2, pp=1, dp=1, device=CPU, timeout_s=600.0 if how == "ends" else 3.0)
+ctx = build_mesh(tp=2, pp=1, dp=1, device=CPU, timeout_s=600.0 if how == "ends" else 1.0)
 assert ctx.tp.mailbox is not None
 assert all_reduce(torch.ones(3), ctx.tp).tolist() == [2.0, 2.0, 2.0]
 if rank == 1:
     if how == "ends":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(20)
+    time.sleep(30)
 begin = time.monotonic()
 try:
     all_reduce(torch.ones(3), ctx.tp)
@@ -119,7 +119,7 @@ os._exit(0)
     ("how", "says"),
     [
         ("ends", "broke: rank 1 is gone"),
-        pytest.param("hangs", "did not finish in 3 s", marks=pytest.mark.slow),
+        pytest.param("hangs", "did not finish in 1 s", marks=pytest.mark.slow),
     ],
 )
 def test_wait_for_a_rank_ends_when_it_does_or_at_the_timeout(how: str, says: str, tmp_path: object) -> None:

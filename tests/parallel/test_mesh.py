@@ -15,24 +15,6 @@ def test_shape_context_knows_any_rank_without_process_groups() -> None:
     assert (ctx.tp.rank, ctx.pp.rank, ctx.dp.rank, ctx.tp.group) == (1, 1, 2, None)
 
 
-def test_groups_join_the_ranks_of_each_axis() -> None:
-    assert run_on_ranks(members, tp=2, dp=2) == [
-        ([0, 1], [0, 2]),
-        ([0, 1], [1, 3]),
-        ([2, 3], [0, 2]),
-        ([2, 3], [1, 3]),
-    ]
-
-
-def members(ctx: ParallelContext) -> tuple[list[int], list[int]]:
-    import torch
-
-    from mlm.parallel.collectives import all_gather
-
-    mine = torch.tensor([ctx.rank])
-    return all_gather(mine, ctx.tp).flatten().tolist(), all_gather(mine, ctx.dp).flatten().tolist()
-
-
 def test_context_ranks_lie_between_tensor_and_data_ranks() -> None:
     """rank = ((stage * d + data) * c + context) * t + tensor; replicas of weights are all of dp and cp."""
     found = run_on_ranks(members_of_context, tp=2, cp=2, dp=2)

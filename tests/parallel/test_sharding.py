@@ -48,8 +48,8 @@ def all_ranks(tp: int, dp: int) -> Iterator[list[ParameterShard]]:
             yield list(parameter_shards(cut(model, Axis("dp", d, dp)) if dp > 1 else model, axis))
 
 
-@pytest.mark.parametrize("dp", [1, 2, 5, 16])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 5, 16])
+@pytest.mark.parametrize("tp", [1, 4])
 def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
     """Padding left out; at dp=16 some ranks hold no row of some, at tp=4 some hold padding alone."""
     shapes = {s.name: s.global_shape for s in parameter_shards(model_of(Axis("tp")), Axis("tp"))}
@@ -65,7 +65,7 @@ def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
     assert {name: tiling_of(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(shapes)
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 3), (4, 2)])
 def test_load_full_fills_each_rank_with_its_region(tp: int, dp: int) -> None:
     torch.manual_seed(0)
     one = list(parameter_shards(model_of(Axis("tp")), Axis("tp")))

@@ -69,19 +69,10 @@ def broken(*args: object, **kwargs: object) -> None:
     raise CLOSED
 
 
-class Stuck:
-    """A communication that gloo gives up on when it is waited for."""
-
-    def wait(self) -> None:
-        raise TIMED_OUT
-
-
 @pytest.mark.parametrize(
     "name, of_torch, begin",
     [
-        ("all_reduce", "dist.all_reduce", collectives.all_reduce),
         ("all_gather", "gather_flat", collectives.all_gather),
-        ("reduce_scatter", "scatter_flat", collectives.reduce_scatter),
         ("broadcast from rank 3", "dist.broadcast", partial(collectives.broadcast, source=1)),
         ("send to rank 3", "dist.isend", lambda x, tp: collectives.start_send(x, tp, 1).wait()),
         ("receive from rank 3", "dist.irecv", lambda x, tp: collectives.start_receive(x, tp, 1).wait()),
@@ -95,14 +86,6 @@ def test_every_communication_is_named_when_it_breaks(
     monkeypatch.setattr(f"mlm.parallel.collectives.{of_torch}", broken)
     with pytest.raises(LostPeer, match=rf"{name} over tp \(ranks 2, 3\) broke"):
         begin(torch.ones(2), tp)
-
-
-def test_pending_communication_is_named_when_it_times_out(watch: Watch) -> None:
-    pending = collectives.Pending(
-        "all_reduce", Axis("tp", watch=watch), torch.ones(1), cast(Any, Stuck()), (2, 3)
-    )
-    with pytest.raises(LostPeer, match=r"all_reduce over tp \(ranks 2, 3\) did not finish in 20 s"):
-        pending.wait()
 
 
 def test_transfer_names_its_two_ranks_only(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +103,6 @@ def test_wait_is_overdue_after_its_limit_and_grace(watch: Watch) -> None:
         assert str(watch.overdue(grace_s=0)).startswith(
             "rank 2: step 17: all_reduce over tp (ranks 2, 3) did"
         )
-
-
-def test_nothing_is_overdue_after_the_wait(watch: Watch) -> None:
-    watch.timeout_s = 0
-    with watch.waiting("all_reduce", "tp", (2, 3)):
-        pass
-    assert (watch.overdue(grace_s=0), watch.interrupted()) == (None, None)
 
 
 def test_region_that_computes_is_never_overdue(watch: Watch) -> None:

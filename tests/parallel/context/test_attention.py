@@ -22,25 +22,15 @@ from mlm.parallel.context import (
     attention_blocks,
     context_attention,
     local_tokens,
-    rank_positions,
 )
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
 
 B, HEADS, KV_HEADS, D = 2, 4, 2, 8
 LONG = 1024
 BF16, META = torch.bfloat16, "meta"
-HALF = [torch.bfloat16, torch.float16]
 LENGTH = 512
-
-
-@pytest.mark.parametrize("cp", [1, 2, 3, 8])
-def test_ranks_hold_each_token_once_and_in_order(cp: int) -> None:
-    places = [rank_positions(rank, 48, cp, torch.device("cpu")) for rank in range(cp)]
-    assert torch.equal(torch.cat(places).sort().values, torch.arange(48))
-    assert all(torch.equal(own, own.sort().values) for own in places)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -57,7 +47,7 @@ def test_the_kernel_of_a_gpu_takes_what_it_is_given(kv_heads: int, causal: bool)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 8])
+@pytest.mark.parametrize("cp", [2, 8])
 def test_every_rank_computes_the_same_scores(cp: int) -> None:
     """(S/c)^2 (1/2 + (c - 1)/2) scores: those of the lower triangle, no more, in equal shares."""
     length = 48 // cp
@@ -79,17 +69,9 @@ def test_ranks_beyond_the_window_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("cp", "length", "scores", "dropout"),
     [
-        *thinned(
-            [
-                *((2, LONG, PLAIN_SCORES, 0.0), (4, LONG, PLAIN_SCORES, 0.0)),
-                *((2, 32, AttentionScores(window=3), 0.0), (4, 32, AttentionScores(window=5), 0.0)),
-                *((4, 32, AttentionScores(window=6), 0.0), (4, 32, PLAIN_SCORES, 0.3)),
-                (2, 36, AttentionScores(window=7), 0.3),
-            ],
-            2,
-        ),
-        *((2, 32, AttentionScores(scale=0.7), 0.0), (2, 32, AttentionScores(window=9, softcap=0.8), 0.0)),
-        pytest.param(4, 32, AttentionScores(softcap=0.5, scale=0.9), 0.3, marks=pytest.mark.slow),
+        *((2, LONG, PLAIN_SCORES, 0.0), (4, 32, AttentionScores(window=6), 0.0)),
+        *((4, 32, PLAIN_SCORES, 0.3), (2, 36, AttentionScores(window=7), 0.3)),
+        (4, 32, AttentionScores(window=9, softcap=0.8, scale=0.9), 0.0),
     ],
 )
 def test_attention_over_ranks_equals_one_process(
@@ -100,12 +82,10 @@ def test_attention_over_ranks_equals_one_process(
         assert max(differences) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("cp", "scores"), [(2, AttentionScores(window=9)), pytest.param(4, PLAIN_SCORES, marks=pytest.mark.slow)]
-)
-def test_sinks_over_ranks_equal_those_of_one_process(cp: int, scores: AttentionScores) -> None:
+def test_sinks_over_ranks_equal_those_of_one_process() -> None:
     """Their gradients are each rank's term of a sum over cp, as of all parameters."""
-    results = run_on_ranks(compare_with_whole, 32, scores, 0.0, True, cp=cp)
+    scores = AttentionScores(window=9)
+    results = run_on_ranks(compare_with_whole, 32, scores, 0.0, True, cp=2)
     assert max(max(differences[:4]) for differences in results) < 1e-12
     total = [sum(parts) for parts in zip(*(differences[4:] for differences in results), strict=True)]
     expected = run_on_ranks(compare_with_whole, 32, scores, 0.0, True, cp=1)[0][4:]
@@ -171,10 +151,9 @@ def attention_of_whole(
     return dropped(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_bytes_sent_equal_the_closed_formula(cp: int) -> None:
+def test_bytes_sent_equal_the_closed_formula() -> None:
     """A rank sends (c - 1)/c of keys and values forward, twice that backward; shared heads once."""
-    length = 64
+    length, cp = 64, 4
     n = 2 * B * KV_HEADS * length * D * 4
     for forward, whole in run_on_ranks(count_bytes, length, cp=cp):
         assert forward == {"all_gather": n * (cp - 1) // cp}
@@ -208,19 +187,11 @@ def count_bytes(ctx: ParallelContext, length: int) -> tuple[dict[str, int], dict
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "options", "kind"),
     [
-        *(("cpu", BF16, 8, {}, CPUKernel), ("cpu", torch.float64, 5, {}, CPUKernel)),
-        *((META, BF16, 64, {}, GPUKernel), (META, torch.float16, 256, {}, GPUKernel)),
+        *(("cpu", BF16, 8, {}, CPUKernel), (META, torch.float16, 256, {}, GPUKernel)),
         # FlashAttention knows half precision alone, and heads of multiples of 8 up to 256
-        *(
-            (META, torch.float32, 64, {}, UnfusedKernel),
-            (META, BF16, 264, {}, UnfusedKernel),
-            (META, BF16, 20, {}, UnfusedKernel),
-        ),
-        *(
-            ("cpu", BF16, 8, {"scores": AttentionScores(window=3)}, UnfusedKernel),
-            ("cpu", BF16, 8, {"scores": AttentionScores(softcap=3.0)}, UnfusedKernel),
-            (META, BF16, 64, {"drop": lambda p, *_: p}, UnfusedKernel),
-        ),
+        *((META, torch.float32, 64, {}, UnfusedKernel), (META, BF16, 20, {}, UnfusedKernel)),
+        ("cpu", BF16, 8, {"scores": AttentionScores(window=3)}, UnfusedKernel),
+        (META, BF16, 64, {"drop": lambda p, *_: p}, UnfusedKernel),
     ],
 )
 def test_each_device_dtype_and_width_has_its_kernel(
@@ -260,7 +231,7 @@ class Gathered:
         return self.tensor
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_does_not_grow_with_the_ranks(dtype: torch.dtype) -> None:
     """Results and gradients of queries, summed over 2 or 16 ranks' keys, against float64 of the same inputs.
 
@@ -273,13 +244,12 @@ def test_rounding_does_not_grow_with_the_ranks(dtype: torch.dtype) -> None:
         assert few[name] < torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_a_window_of_all_tokens_rounds_scores_no_more_than_none(dtype: torch.dtype) -> None:
+def test_a_window_of_all_tokens_rounds_scores_no_more_than_none() -> None:
     """Of scores of up to 50: rounded to half precision, results are six and gradients three times as far off.
 
     A window's kernel rounds the products of output gradients and values: 1.6 times.
     """
-    without, windowed = (rounding(dtype, 2, window, sharpness=10.0) for window in (0, LENGTH))
+    without, windowed = (rounding(BF16, 2, window, sharpness=10.0) for window in (0, LENGTH))
     for name in ("y", "dq"):
         assert windowed[name] < 2 * without[name]
 

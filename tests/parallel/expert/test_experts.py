@@ -142,7 +142,7 @@ def choices() -> Tensor:
     return scores.topk(CHOICES).indices
 
 
-@pytest.mark.parametrize("factor", [0.3, 0.75, 1.0, 3.0])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0])
 def test_an_expert_takes_the_first_tokens_of_a_sequence_that_choose_it(factor: float) -> None:
     experts, taken = choices(), choices()
     capacity = math.ceil(factor * CHOICES * LENGTH / NUM_EXPERTS)
@@ -175,9 +175,7 @@ def drop_own(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
     return drop_choices(mine(choices()).contiguous(), NUM_EXPERTS, 0.75, ctx.cp, ctx.tp), mine(whole)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 3}, {"cp": 2, "tp": 3}, {"cp": 3, "tp": 2}, {"cp": 2, "tp": 4}], ids=str
-)
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"cp": 3, "tp": 2}], ids=str)
 def test_ranks_that_split_a_sequence_drop_what_one_process_drops(sizes: dict[str, int]) -> None:
     """Pieces in zigzag, split over an odd number of ranks, and into odd numbers of rows."""
     for own, expected in run_on_ranks(drop_own, **sizes):

@@ -15,7 +15,6 @@ from mlm.parallel.pipeline.engine import ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
 
 WIDTH = 5
 
@@ -97,26 +96,21 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
 
 CASES = [
     ("1f1b", 1, 1, 3),
-    ("1f1b", 2, 1, 4),
-    ("1f1b", 3, 1, 5),
     ("1f1b", 4, 1, 2),  # fewer micro-batches than stages
-    ("1f1b", 2, 2, 4),
-    ("1f1b", 2, 3, 6),
     ("1f1b", 3, 2, 6),
     ("gpipe", 2, 1, 12),  # more sends than are kept
-    ("zb_h1", 1, 1, 2),
-    ("zb_h1", 2, 1, 4),
     ("zb_h1", 4, 1, 3),
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), thinned(CASES, 2))
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
 def test_results_and_gradients_are_those_of_running_in_order(name: str, p: int, v: int, m: int) -> None:
     """float64, two steps of different lengths with accumulation between them cleared."""
     run_on_ranks(check_step, name, v, m, pp=p)
 
 
 def check_step(ctx: ParallelContext, name: str, v: int, m: int) -> None:
+    assert name != "gpipe" or m > SENDS_KEPT
     stages, parts, told = stages_of(ctx, v)
     plan = lower(build_schedule(name, stages=ctx.pp.size, chunks=v, micro_batches=m))
     for lengths in ([3 + i % 2 for i in range(m)], [7] * m):
@@ -132,11 +126,7 @@ def check_step(ctx: ParallelContext, name: str, v: int, m: int) -> None:
             assert [last for c, last in told if c == chunk] == [False] * (m - 1) + [True]
 
 
-def test_more_sends_than_are_kept_at_once_are_tried_above() -> None:
-    assert max(m for _, p, _, m in CASES if p > 1) > SENDS_KEPT
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 2), (2, 1, 3), (3, 1, 1), (2, 2, 3)])
+@pytest.mark.parametrize(("p", "v", "m"), [(3, 1, 1), (2, 2, 3)])
 def test_a_forward_only_plan_gives_the_results_and_keeps_nothing(p: int, v: int, m: int) -> None:
     run_on_ranks(check_forward, v, m, pp=p)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +21,6 @@ from mlm.parallel.pipeline.actions import (
 )
 from mlm.parallel.pipeline.lower import consumer, lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from tests.slow import slow_but
 
 F, B, W = Op
 F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)
@@ -162,23 +161,12 @@ def test_receives_are_posted_one_computation_ahead() -> None:
     ]
 
 
-def test_one_rank_transfers_nothing_between_its_chunks() -> None:
-    plan = lower(build_schedule("1f1b", stages=1, chunks=3, micro_batches=2))
-    assert transfers_of(plan, 0) == []
-    assert plan.num_stages == 3
-
-
 def test_timeline_counts_transfers() -> None:
     cost = Cost(forward=1, backward=2, transfer=0.5)
     plan = lower(build_schedule("1f1b", stages=2, chunks=1, micro_batches=1), cost=cost)
     times = [[(str(span.action), span.start, span.end) for span in spans] for spans in plan.timeline]
     assert times == [[("F0", 0, 1), ("B0", 5, 7)], [("F0", 1.5, 2.5), ("B0", 2.5, 4.5)]]
     assert (plan.makespan, plan.bubble) == (7, 4 / 3)
-
-
-def test_weight_gradients_have_costs_of_their_own() -> None:
-    cost = Cost(forward=1, backward=99, input_gradient=2, weight_gradient=4)
-    assert lower(build_schedule("zb_h1", stages=1, chunks=1, micro_batches=3), cost=cost).makespan == 21
 
 
 def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
@@ -207,19 +195,7 @@ def test_wrong_schedule_is_rejected_by_name(schedule: Schedule, message: str) ->
         lower(schedule)
 
 
-@pytest.mark.parametrize("name, p, v, m", slow_but({0}, [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)]))
-def test_layouts_of_the_largest_models_lower(name: str, p: int, v: int, m: int) -> None:
-    """arXiv:2104.04473: the trillion-parameter model's 3072 / 6 micro-batches, and table 1's 35 stages."""
-    plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
-    assert plan.bubble == (p - 1) / (v * m)
-
-
-def test_an_order_of_transfers_that_two_peers_do_not_share_does_not_complete() -> None:
-    """Of the check itself: neighbouring transfers with one peer, swapped."""
-    plan = lower(build_schedule("1f1b", stages=2, chunks=1, micro_batches=4))
-    ranks = [list(instructions) for instructions in plan.instructions]
-    transfers = [(i, x) for i, x in enumerate(ranks[0]) if not isinstance(x, Action)]
-    (i, one), (k, other) = next(pair for pair in pairwise(transfers) if pair[0][1].peer == pair[1][1].peer)
-    assert completes(ranks, 1)
-    ranks[0][i], ranks[0][k] = other, one
-    assert not completes(ranks, 1)
+def test_a_layout_of_the_largest_models_lowers() -> None:
+    """arXiv:2104.04473: the 35 stages and 280 micro-batches of 530 billion parameters."""
+    plan = lower(build_schedule("1f1b", stages=35, chunks=3, micro_batches=280))
+    assert plan.bubble == 34 / (3 * 280)
