@@ -55,7 +55,7 @@ def exact(
 @pytest.mark.parametrize(
     "scores",
     [
-        *(AttentionScores(window=window) for window in (1, 5, 16, 17, 39, 40)),
+        *(AttentionScores(window=window) for window in (1, 16, 17, 40)),
         AttentionScores(window=21, softcap=3.0),
         AttentionScores(softcap=2.0, scale=0.5),
     ],
@@ -124,11 +124,9 @@ def test_a_gpus_kernel_receives_the_window_and_each_samples_tokens(monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scores", [AttentionScores(softcap=2.0, scale=0.5), AttentionScores(window=21, softcap=3.0)]
-)
-def test_a_generated_kernel_computes_softcaps_and_windows(scores: AttentionScores) -> None:
+def test_a_generated_kernel_computes_softcaps_and_windows() -> None:
     """PyTorch generates no backward pass for a CPU: gradients are compared where there is a GPU."""
+    scores = AttentionScores(window=21, softcap=3.0, scale=0.5)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     needs_grad = device.type == "cuda"
     x = (2 * torch.randn(140, 3, 8, 16, generator=torch.Generator().manual_seed(0))).to(device)
@@ -165,7 +163,7 @@ def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> 
     torch.testing.assert_close(y.detach()[-100:], tail, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("buffer_bytes", [1, 40_000, 1 << 20], ids=["a head", "some heads", "all samples"])
+@pytest.mark.parametrize("buffer_bytes", [1, 40_000], ids=["a head", "some heads"])
 @pytest.mark.parametrize("layout", [FUSED, GROUPED], ids=["fused", "grouped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_give_the_output_and_gradient_of_float64(

@@ -25,7 +25,6 @@ from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.megatron_core import megatron_core
 from tests.models.reference import random_gpt2
-from tests.slow import thinned
 
 VOCAB, SEQ, EOD = 61, 16, 7
 MODEL = ModelConfig(
@@ -97,10 +96,10 @@ def expected(reset_positions: bool, reset_attention: bool, mask_eod_loss: bool) 
     }
 
 
-EVERY = [(p, a, m) for p in (False, True) for a in (False, True) for m in (False, True)]
+SWITCHES = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 
 
-@pytest.mark.parametrize(("positions", "attention", "mask"), thinned(EVERY, 2), ids=str)
+@pytest.mark.parametrize(("positions", "attention", "mask"), SWITCHES, ids=str)
 def test_a_packed_sample_is_its_documents_alone(positions: bool, attention: bool, mask: bool) -> None:
     """Logits, loss and all gradients in float64, where only the order of sums differs."""
     check_against_transformers(expected(positions, attention, mask))
@@ -132,8 +131,8 @@ def check_against_transformers(want: dict[str, Any]) -> None:
 
 def test_every_switch_changes_the_loss() -> None:
     """Guards the tests above: two equal references would compare too little."""
-    losses = [expected(*switches)["loss"].item() for switches in EVERY]
-    assert len({round(loss, 6) for loss in losses}) == len(EVERY)
+    losses = [expected(*switches)["loss"].item() for switches in (*SWITCHES, (False, False, False))]
+    assert len({round(loss, 6) for loss in losses}) == 5
 
 
 def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
@@ -160,17 +159,17 @@ def test_the_switches_do_what_megatrons_do() -> None:
         assert torch.equal(ours.scored(tokens, labels)[0] != IGNORE_INDEX, loss_mask.bool())
 
 
-def dropout_model(recompute: str = "none", samples: int = 2) -> tuple[GPT2, DropoutStream]:
+def dropout_model(recompute: str = "none") -> tuple[GPT2, DropoutStream]:
     config = replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     model = GPT2(config, tp=ONE, recompute=recompute)
     init_parameters(model, 1, ONE)
-    return model, DropoutStream.of_micro_batch(1, 0, samples, torch.device("cpu"))
+    return model, DropoutStream.of_micro_batch(1, 0, 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("how", ["none", "full"])
 def test_no_document_sees_another_under_dropout(how: str) -> None:
     """Other tokens in one document change hidden states in it alone, forward, and gradients, backward."""
-    model, stream = dropout_model(how, samples=1)
+    model, stream = dropout_model(how)
     tokens = batch()[0][1:2]
     other = tokens.clone()
     other[0, 1] = (other[0, 1] + 1) % VOCAB  # in the document of tokens 1 to 5
@@ -187,35 +186,25 @@ def test_no_document_sees_another_under_dropout(how: str) -> None:
     assert embedded.grad[:, 0].any(dim=1).nonzero().flatten().tolist() == [1, 2, 3]
 
 
-def test_recomputation_repeats_the_masks_of_every_document() -> None:
-    gradients = []
-    for recompute in ("none", "selective", "full"):
-        model, stream = dropout_model(recompute, samples=4)
-        gradients.append(gradients_of(model, stream))
-    for none, selective, full in zip(*gradients, strict=True):
-        assert torch.equal(none, selective)
-        assert torch.equal(none, full)
-
-
-def gradients_of(model: GPT2, stream: DropoutStream | None, shift: int = 0) -> list[Tensor]:
+def gradients_of(model: GPT2, shift: int) -> list[Tensor]:
     tokens, labels = batch()
     tokens = tokens.roll(shift, dims=1)
     model.zero_grad()
     documents = Boundaries(EOD, True, True).documents(tokens, torch.float32)
-    model(tokens, labels, torch.tensor(1.0), stream, None, documents).backward()
+    model(tokens, labels, torch.tensor(1.0), None, None, documents).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.slow
 def test_compiled_layers_give_the_same_and_are_compiled_once() -> None:
     """Documents of other lengths make no new graph; equal but for float32 rounding."""
     model, _ = dropout_model()
-    eager = [gradients_of(model, None, shift) for shift in range(3)]
+    eager = [gradients_of(model, shift) for shift in range(3)]
+    torch._dynamo.reset()
     prepare_to_compile()
     for layer in model.layers.values():
-        layer.compile()
-    first = gradients_of(model, None)
+        layer.compile(backend="eager")
+    first = gradients_of(model, 0)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = [first, *(gradients_of(model, None, shift) for shift in (1, 2))]
+        compiled = [first, *(gradients_of(model, shift) for shift in (1, 2))]
     for a, b in zip(chain(*eager), chain(*compiled), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

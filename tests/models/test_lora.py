@@ -23,9 +23,8 @@ from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full
 from mlm.training.pipelined import PipelinedModel
 from tests.models.peft_adapters import to_ours
-from tests.slow import thinned
 
-STEPS = 20
+STEPS = 5
 """Within 1e-6: norms of Llama are computed in float32 in `transformers`."""
 
 
@@ -50,14 +49,13 @@ def their_model(kind: str) -> Any:
 
 CASES = {
     "llama-qv": ("llama", {"targets": ("q_proj", "v_proj")}),
-    "llama-all": ("llama", {}),
     "gpt2-all": ("gpt2", {"rslora": True}),
     "llama-dora": ("llama", {"dora": True}),
     "gpt2-dora": ("gpt2", {"dora": True}),
 }
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2))
+@pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     kind, changes = CASES[case]
     lora = LoraConfig(rank=3, alpha=5.0, **changes)

@@ -11,6 +11,7 @@ from tests.models.llama.test_parts import MODEL as LLAMA
 
 GPT2 = ModelConfig(num_layers=2, hidden_size=24, num_heads=4)
 BERT = replace(GPT2, kind="bert", token_types=2)
+ROBERTA = replace(GPT2, kind="roberta", token_types=1, norm="post", activation="gelu", vocab_size=500)
 MIXTURE = replace(LLAMA, options={"num_experts": 8, "experts_per_token": 3, "expert_ffn_size": 12})
 LATENT = replace(LLAMA, options={"kv_lora_rank": 9, "head_dim": 10, "rope_head_dim": 4, "v_head_dim": 7})
 SWIGLU = "options.swiglu_limit=7.0 is of SiLU, not model.activation=gelu"
@@ -25,6 +26,9 @@ KEYS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     (BERT, {"mup_base_width": 8}, "mup_base_width=8: muP is for gpt2 and llama, not bert"),
 ]
 OPTIONS: list[tuple[ModelConfig, dict[str, Any], str]] = [
+    (ROBERTA, {"position_offset": 2.5}, "position_offset=2.5 must be a whole number"),
+    (ROBERTA, {"position_offset": 512}, "position_offset=512 is one after the id of padding, and model"),
+    (ROBERTA, {"pooler_activation": "elu"}, "pooler_activation=elu is none of ours; use tanh or relu"),
     (LLAMA, {"num_kv_heads": 3}, "num_kv_heads=3 does not divide model.num_heads=4"),
     (LLAMA, {"num_kv_heads": 2.5}, "num_kv_heads=2.5 must be a whole number"),
     (LLAMA, {"head_dim": 5}, "head_dim=5 is turned in pairs"),

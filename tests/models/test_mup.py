@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from math import sqrt
 from typing import Any
 
 import pytest
@@ -116,13 +115,6 @@ def test_muons_update_follows_the_sides_of_a_matrix(scale: Any, side: str, power
     shapes = [(256, 8), (1024, 8)] if side == "in" else [(8, 256), (8, 1024)]
     narrow, wide = (shape_scale(shape, muon.muon) for shape in shapes)
     assert factor * wide / narrow == pytest.approx(2 if side == "in" else 1 / 2)
-
-
-def test_muon_needs_a_factor_only_for_the_scale_that_matches_adamw() -> None:
-    muon = OptimizerConfig(kind="muon", lr=1e-2)
-    original = replace(muon, muon=MuonConfig(scale="original"))
-    assert rates("layers.0.mlp.up.weight", 2, muon, 4.0).lr_scale == pytest.approx(1 / sqrt(4))
-    assert rates("layers.0.mlp.up.weight", 2, original, 4.0).lr_scale == 1
 
 
 def test_logits_are_those_of_the_width_over_the_base() -> None:

@@ -77,13 +77,6 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
     torch.testing.assert_close(*results)
 
 
-def test_packing_lists_each_token_once_in_the_order_of_the_sequences() -> None:
-    """Rows of [S, B] flattened: token s of sample b is row 3 s + b."""
-    found = build_packing([[2], [1, 2], [1]], CPU)
-    assert found.rows.tolist() == [0, 3, 1, 4, 7, 2]
-    assert (found.begins.tolist(), found.longest) == ([0, 2, 3, 5, 6], 2)
-
-
 def test_padding_and_documents_give_their_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a bias; lengths are those on the host."""
     monkeypatch.setattr(documents, "packs", lambda device: True)

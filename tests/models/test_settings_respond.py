@@ -13,8 +13,6 @@ from torch import nn
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.llama.settings import LlamaSettings
-from mlm.models.shape import architecture_of
 from mlm.models.transformer import MLP
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.mesh import Axis
@@ -115,44 +113,14 @@ def test_a_setting_reaches_every_module_that_it_concerns(
     assert len(found) >= of_each_layer * model.num_layers
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_biases_are_where_the_family_has_them(case: str) -> None:
-    model = CASES[case].config().model
-    parts = architecture_of(model)
-    for name, module in modules(model).items():
-        leaf = name.rpartition(".")[2]
-        if not name.startswith("layers.") or not hasattr(module, "bias") or leaf == "router":
-            continue
-        if leaf in ("query", "kv"):
-            expected = LlamaSettings.of(model).qkv_bias
-        else:
-            expected = model.kind != "llama" if isinstance(module, NORMS) else parts.bias
-        assert (module.bias is not None) == expected, name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_width_of_feed_forward_layers_is_the_setting(case: str) -> None:
-    model = replace(CASES[case].config().model, ffn_hidden_size=48)
-    gates = 2 if architecture_of(model).gated else 1
-    sizes = {
-        name: module.up.weight.shape[0] / gates
-        for name, module in modules(model).items()
-        if isinstance(module, MLP) and not name.endswith("shared")
-    }
-    assert set(sizes.values()) <= {48}
-    assert len(sizes) == (
-        architecture_of(model).dense_layers if architecture_of(model).experts else model.num_layers
-    )
-
-
 TRIED = {
-    *("init_std", "num_layers", "mup_base_width", "ffn_hidden_size"),
+    *("init_std", "num_layers", "mup_base_width"),
     *("layer_norm_eps", "hidden_dropout", "attention_dropout", "activation"),
 }
 """Settings of the tests above."""
 SHAPES = {
     *("kind", "head", "norm", "hidden_size", "num_heads", "max_positions", "vocab_size", "vocab_multiple"),
-    *("token_types", "num_labels", "options"),
+    *("token_types", "num_labels", "options", "ffn_hidden_size"),
 }
 """Settings that give parameters other names or shapes, so that weights of transformers would not load."""
 

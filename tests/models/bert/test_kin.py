@@ -22,12 +22,11 @@ from mlm.models.backbone import Inputs
 from mlm.models.bert.model import MaskedLanguageModel, masked_targets
 from mlm.models.config import ModelConfig
 from mlm.models.documents import padding_spans
-from mlm.models.family import family_of, model_problem
 from mlm.models.shape import count_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import IGNORE_INDEX, ParallelConfig
 from mlm.parallel.mesh import Axis, shape_context
-from mlm.parallel.sharding import load_full, parameter_shards
+from mlm.parallel.sharding import parameter_shards
 from mlm.util.errors import UserError
 from mlm.verify.huggingface import our_outputs, reference_outputs, relative_difference
 from tests.convert.hf_models import edit_config, export_model, import_model
@@ -42,7 +41,6 @@ SHAPES = [  # layers, width, heads, MLP, vocabulary, positions, id of padding
     (2, 20, 5, 33, 130, 40, 0),
     (1, 18, 3, 72, 259, 33, 5),
 ]
-CLASSES = ("ForMaskedLM", "Model", "ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
 BATCH, LENGTH = 3, 29
 ONE = Axis("tp")
 
@@ -107,7 +105,7 @@ def read_ours(folder: Path, dtype: str = "fp64") -> MaskedLanguageModel:
 CASES = [*((kin, SHAPES[0]) for kin in KIN), *(("Roberta", s) for s in SHAPES[1:]), ("DistilBert", SHAPES[1])]
 
 
-@pytest.mark.parametrize(("kin", "shape"), slow_but({0, 1, 3}, CASES))
+@pytest.mark.parametrize(("kin", "shape"), slow_but({0, 3}, CASES))
 def test_logits_and_gradients_are_those_of_transformers(
     tmp_path: Path, kin: str, shape: tuple[int, ...]
 ) -> None:
@@ -129,25 +127,7 @@ def test_logits_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("kin", slow_but({0, 2}, ["Roberta", "XLMRoberta", "DistilBert"]))
-def test_ten_steps_have_the_losses_of_transformers(tmp_path: Path, kin: str) -> None:
-    model, losses = make_kin(kin, "ForMaskedLM"), []
-    model.save_pretrained(tmp_path)
-    for module, loss_of in ((model.double(), theirs_loss), (read_ours(tmp_path), our_loss)):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
-        losses.append([])
-        for _ in range(10):
-            loss = loss_of(module, SHAPES[0])[1]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-9)
-    assert losses[0][9] < losses[0][0] - 1
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kin", ["Roberta", "DistilBert"])
+@pytest.mark.parametrize(("kin", "dtype"), [("Roberta", "bf16"), ("DistilBert", "fp16")])
 def test_half_precision_is_as_near_as_that_of_transformers(tmp_path: Path, kin: str, dtype: str) -> None:
     """Root mean squares of what differs from float64; ours keeps weights in float32."""
     model = make_kin(kin, "ForMaskedLM")
@@ -160,10 +140,14 @@ def test_half_precision_is_as_near_as_that_of_transformers(tmp_path: Path, kin: 
     assert 0 < errors[0] <= 1.5 * errors[1]
 
 
-@pytest.mark.parametrize(
-    ("kin", "name"),
-    slow_but({0, 2, 3, 15, 17}, [(kin, name) for kin in KIN for name in CLASSES]),
-)
+CLASSES = [
+    *(("Roberta", f"For{head}") for head in ("MaskedLM", "SequenceClassification", "MultipleChoice")),
+    *(("XLMRoberta", "Model"), ("Camembert", "ForQuestionAnswering")),
+    *(("DistilBert", f"For{head}") for head in ("MaskedLM", "SequenceClassification", "MultipleChoice")),
+]
+
+
+@pytest.mark.parametrize(("kin", "name"), slow_but({0, 1, 2, 5, 6}, CLASSES))
 def test_each_class_comes_back_to_the_bit(tmp_path: Path, kin: str, name: str) -> None:
     """But for a pooler that pretraining does not train, and the class of multiple choice."""
     labels = {"num_labels": 3} if name == "ForSequenceClassification" else {}
@@ -201,12 +185,8 @@ def test_padding_sets_the_first_position(tmp_path: Path) -> None:
     ("kin", "changes", "problem"),
     [
         ("Roberta", {"pad_token_id": None}, "pad_token_id=null must be a token's id: positions begin after"),
-        ("Roberta", {"pad_token_id": 60}, "pad_token_id=60 must be a token's id"),
-        ("Roberta", {"pad_token_id": True}, "pad_token_id=true must be a token's id"),
         ("Roberta", {"hidden_act": "gelu_new"}, "hidden_act=gelu_new is not what our Roberta computes; sup"),
         ("Roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type=relative_key is"),
-        ("Roberta", {"is_decoder": True}, "is_decoder=true is not what our Roberta computes"),
-        ("DistilBert", {"activation": "relu"}, "activation=relu is not what our DistilBert computes"),
         ("DistilBert", {"n_heads": 5}, "num_heads=5 does not divide hidden_size=24"),
         ("DistilBert", {"dim": 0}, "dim=0 must be a whole number from 1"),
         ("DistilBert", {"hidden_dim": None}, "hidden_dim=null must be a number"),
@@ -222,9 +202,8 @@ def test_what_our_model_does_not_compute_is_rejected(
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("kin", ["Roberta", "DistilBert"])
-def test_labels_of_tokens_are_rejected(tmp_path: Path, kin: str) -> None:
-    make_kin(kin, "ForTokenClassification").save_pretrained(tmp_path)
+def test_labels_of_tokens_are_rejected(tmp_path: Path) -> None:
+    make_kin("Roberta", "ForTokenClassification").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="a label for each token"):
         read_model(tmp_path)
 
@@ -241,10 +220,8 @@ ROBERTA = ModelConfig(
     [
         ({}, None),
         ({"norm": "pre"}, "its model.norm=pre, and transformers' Roberta has post"),
-        ({"activation": "gelu_tanh"}, "its model.activation=gelu_tanh, and transformers' Roberta has gelu"),
         ({"options": {}}, "its model.options.position_offset=0, and positions of"),
         ({"token_types": 0}, "its model.layer_norm_eps=1e-05, and transformers' DistilBert has 1e-12"),
-        ({"token_types": 0, "layer_norm_eps": 1e-12}, "its model.options.position_offset=2, and"),
         ({"token_types": 0, "layer_norm_eps": 1e-12, "options": {}}, None),
         (
             {"head": "classification", "options": {"position_offset": 2, "pooler_activation": "relu"}},
@@ -257,35 +234,3 @@ def test_what_transformers_does_not_compute_is_not_exported(
 ) -> None:
     found = bert.problem(replace(ROBERTA, **changes))
     assert found is None if problem is None else found is not None and found.startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"position_offset": 2.5}, "model.options.position_offset=2.5 must be a whole number"),
-        ({"position_offset": -1}, "model.options.position_offset=-1 must be from 0"),
-        (
-            {"position_offset": 62},
-            "model.options.position_offset=62 is one after the id of padding, and model",
-        ),
-        (
-            {"pooler_activation": "elu"},
-            "model.options.pooler_activation=elu is none of ours; use tanh or relu",
-        ),
-        ({"window": 3}, "model.options.window: model.kind=roberta has the settings: position_offset, pooler"),
-    ],
-)
-def test_options_are_checked_in_one_line(options: dict[str, Any], problem: str) -> None:
-    assert str(model_problem(replace(ROBERTA, options=options))).startswith(problem)
-
-
-def test_pooler_activation_is_the_setting() -> None:
-    outputs = []
-    for activation in ("tanh", "relu"):
-        options = {"position_offset": 2, "pooler_activation": activation}
-        config = replace(ROBERTA, head="classification", num_labels=2, options=options)
-        torch.manual_seed(0)
-        model = family_of("roberta").model(config, tp=ONE)
-        load_full(model, {s.name: torch.randn(s.global_shape) for s in parameter_shards(model, ONE)}, ONE)
-        outputs.append(model.pool(torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))))
-    assert float(outputs[0].detach().min()) < 0 <= float(outputs[1].detach().min())

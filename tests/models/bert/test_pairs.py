@@ -115,7 +115,7 @@ def megatron_helpers() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("longest", [2, 61, 125, 509])
+@pytest.mark.parametrize("longest", [2, 125])
 def test_spans_of_full_length_are_megatrons(tmp_path: Path, documents: Documents, longest: int) -> None:
     """Without short samples: Megatron's random targets come from a generator of its own."""
     filled = [[length for length in lengths if length] for lengths in documents]

@@ -1,4 +1,4 @@
-"""GPT-2 against transformers' GPT2LMHeadModel from the same weights; its slices and all-reduces at tp."""
+"""GPT-2 against transformers' GPT2LMHeadModel from the same weights."""
 
 from dataclasses import replace
 from functools import cache
@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from mlm.convert.huggingface.gpt2 import MAPPING
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
-from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.random import init_parameters
+from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.reference import random_gpt2
-from tests.ranks import run_on_ranks
 
 VOCAB, SEQ, BATCH = 997, 24, 3
 MODEL = ModelConfig(
@@ -71,55 +67,3 @@ def test_gpt2_matches_transformers(activation: Any, recompute: str) -> None:
         assert shard.parameter.grad is not None, shard.name
         grad, expected = shard.without_padding(shard.parameter.grad), want["grads"][shard.name]
         assert (grad - expected).abs().max() <= 1e-4 * expected.abs().max(), shard.name
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_initial_weights_are_slices_of_the_one_process_model(tp: int) -> None:
-    """Every shard equals the same region of the unsplit model, bit for bit; padding rows are zero."""
-    whole = initial(ONE)
-    for rank in range(tp):
-        axis = Axis("tp", rank, tp)
-        model = GPT2(MODEL, tp=axis)
-        init_parameters(model, 7, axis)
-        for shard in parameter_shards(model, axis):
-            part = shard.without_padding(shard.parameter)
-            rectangle = tuple(slice(o, o + n) for o, n in zip(shard.offset, part.shape, strict=True))
-            assert torch.equal(part, whole[shard.name][rectangle]), shard.name
-        padding = model.token.weight[model.token.true_local_rows :]
-        assert padding.numel() == 0 or padding.abs().max() == 0
-
-
-def initial(axis: Axis) -> dict[str, Tensor]:
-    model = GPT2(MODEL, tp=axis)
-    init_parameters(model, 7, axis)
-    return {s.name: s.without_padding(s.parameter.detach()) for s in parameter_shards(model, axis)}
-
-
-def test_two_all_reduces_forward_and_two_backward_per_layer() -> None:
-    """v1, section 3; the embedding adds one forward and the output layer's f one backward."""
-    forward, backward, layers = run_on_ranks(count_all_reduces, tp=2)[0]
-    assert forward == 2 * layers + 1
-    assert backward == 2 * layers + 1
-
-
-def count_all_reduces(ctx: ParallelContext) -> tuple[int, int, int]:
-    tp = replace(ctx.tp, swaps=False)
-    model = GPT2(MODEL, tp=tp)
-    init_parameters(model, 1, tp)
-    calls = 0
-    original = dist.all_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        tokens = torch.zeros(1, 4, dtype=torch.int64)
-        loss = model(tokens, tokens, torch.tensor(1.0))
-        forward, calls = calls, 0
-        loss.backward()
-        return forward, calls, MODEL.num_layers
-    finally:
-        dist.all_reduce = original

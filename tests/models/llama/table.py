@@ -126,7 +126,6 @@ ROWS: dict[str, Row] = {
         "Llama",
         {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     ),
-    "llama of as many kv heads": Row("Llama", by_shape=_EVERY_HEAD, has_head_dim=False),
     "llama with biases": Row("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3": Row("Llama", {"rope_parameters": LLAMA3}),
     "linear": Row("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}}),
@@ -138,7 +137,6 @@ ROWS: dict[str, Row] = {
     "arcee": Row("Arcee", {"hidden_act": "relu2"}),
     "ernie4_5": Row("Ernie4_5"),
     "glm": Row("Glm", by_shape={0: {"head_dim": 12}, 2: {"head_dim": 16}}),
-    "glm without biases": Row("Glm", {"head_dim": 8, "attention_bias": False, "partial_rotary_factor": 0.25}),
     "glm4": Row("Glm4", {"head_dim": 12}),
     "granite": Row(
         "Granite",
@@ -225,11 +223,6 @@ ROWS: dict[str, Row] = {
             **{"sliding_window": 5, "query_pre_attn_scalar": 7},
             **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
         },
-    ),
-    "gemma2 without softcaps": Row(
-        "Gemma2",
-        {"sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
-        kept_null=("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3": Row(
         "Gemma3",
@@ -318,14 +311,6 @@ ROWS: dict[str, Row] = {
         by_shape={1: {"moe_num_shared_experts": 0}},
         has_head_dim=False,
     ),
-    "gpt_oss without scaling": Row(
-        "GptOss",
-        {
-            **{"num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 8},
-            "layer_types": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
     "gpt_oss": Row(
         "GptOss",
         {
@@ -339,14 +324,6 @@ ROWS: dict[str, Row] = {
         {
             **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
             **{"shared_expert_intermediate_size": 36, "mlp_only_layers": [0]},
-        },
-        has_head_dim=False,
-    ),
-    "qwen2_moe without biases": Row(
-        "Qwen2Moe",
-        {
-            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "qkv_bias": False},
-            **{"shared_expert_intermediate_size": 12, "norm_topk_prob": True, "tie_word_embeddings": True},
         },
         has_head_dim=False,
     ),

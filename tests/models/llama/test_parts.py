@@ -1,17 +1,16 @@
-"""Parts of the Llama family alone: turns, windows, norms, gates, settings."""
+"""Parts of the Llama family in ways that `transformers` does not compute: fused, masked, split."""
 
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
 from mlm.models.documents import document_bias, document_spans
 from mlm.models.llama.attention import GroupedQueryAttention
-from mlm.models.llama.model import GatedMLP, Llama
+from mlm.models.llama.model import Llama
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.rotary import Rotary
@@ -40,22 +39,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.4, 0.6])
-def test_a_turn_is_a_product_of_complex_numbers(fraction: float) -> None:
-    """The first R dimensions in pairs (i, i + R/2); the rest stay. Backward turns the other way."""
-    settings = LlamaSettings(head_dim=10, rotary_fraction=fraction)
-    turns, _ = frequencies(settings, torch.float64, torch.device("cpu"))
-    positions = torch.randint(50, (S, B))
-    half = settings.rotary_dim // 2
-    assert torch.allclose(turns, torch.tensor([10000 ** (-i / half) for i in range(half)]).double())
-    x = normal(S, B, 3, 10).requires_grad_()
-    y = Rotary.of(positions, turns, 1.0, torch.float64).rotate(x)
-    numbers = torch.complex(x[..., :half], x[..., half : 2 * half])
-    turned = numbers * torch.polar(torch.ones(half).double(), positions[..., None, None] * turns)
-    torch.testing.assert_close(y, torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1))
-    torch.autograd.gradcheck(Rotary.of(positions, turns, 1.0, torch.float64).rotate, (x,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 def test_turns_of_other_devices_have_the_bits_of_a_cpu(fraction: float, dtype: torch.dtype) -> None:
@@ -72,21 +55,7 @@ def test_turns_of_other_devices_have_the_bits_of_a_cpu(fraction: float, dtype: t
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_gated_mlp_multiplies_its_input_by_a_gate(activation: str) -> None:
-    mlp = GatedMLP(replace(MODEL, activation=activation), tp=ONE).double()  # type: ignore[arg-type]
-    init_parameters(mlp, 1)
-    x, blocks = normal(S, B, 24).requires_grad_(), 4
-    gate, up = (mlp.up.weight.view(blocks, 2, 5, 24)[:, part].reshape(20, 24) for part in (0, 1))
-    act = F.silu if activation == "silu" else F.gelu
-    want = F.linear(act(F.linear(x, gate)) * F.linear(x, up), mlp.down.weight)
-    torch.testing.assert_close(mlp(x), want)
-    inputs = (x, mlp.up.weight)
-    dy = normal(S, B, 24).flip(1)
-    torch.testing.assert_close(torch.autograd.grad(mlp(x), inputs, dy), torch.autograd.grad(want, inputs, dy))
-
-
-@pytest.mark.parametrize("window", [0, 1, 4, S])
+@pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (0.9, False), (0.0, True)])
 def test_attention_is_the_same_fused_masked_and_with_dropout(
@@ -120,7 +89,7 @@ def test_attention_is_the_same_fused_masked_and_with_dropout(
         torch.testing.assert_close(attention.unfused(qkv, lambda p: p, None, True), want)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [2, 4])
 def test_parts_are_those_of_tp_ranks(count: int) -> None:
     """Attention of each part gives its heads; beyond two parts, two share a head of keys and values."""
     attention = GroupedQueryAttention(MODEL, layer=0, tp=ONE).double()

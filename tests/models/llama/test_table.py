@@ -113,9 +113,12 @@ def their_loss(model: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPED)
 @pytest.mark.parametrize("name", ROWS)
 def test_logits_and_gradients_are_those_of_transformers(name: str, shape: int) -> None:
-    """Within 1e-9 of the largest."""
+    """Within 1e-9 of the largest; and as many parameters, and the logits of a cached continuation."""
     theirs = exact_model(name, shape)
     ours, (tokens,) = our_model(theirs), samples(name, shape)
+    assert count_parameters(ours.config) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    check_cached(ours.eval(), tokens)
+    ours.train()
     chosen: list[Tensor] = []
     hooks = [r.register_forward_hook(lambda _, __, y: chosen.append(y.experts)) for r in routers(ours)]
     want = theirs(tokens).logits.detach()
@@ -137,11 +140,8 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, shape: int) -
             assert (grad - expected).norm() <= 1e-9 * expected.norm(), shard.name
 
 
-@pytest.mark.parametrize("shape", SHAPED)
-@pytest.mark.parametrize("name", ROWS)
-def test_a_cached_continuation_has_the_logits_of_a_full_pass(name: str, shape: int) -> None:
+def check_cached(model: Llama, tokens: Tensor) -> None:
     """Token by token after a third of the sample; heads of keys and values are held once."""
-    model, (tokens,) = our_model(exact_model(name, shape)).eval(), samples(name, shape)
     want, first = model.logits(tokens), tokens.shape[1] // 3
     cache = KeyValueCache(BATCH, model.config.max_positions)
     model.read(tokens[:, :first], PrefillPass(cache, range(BATCH)))
@@ -157,14 +157,6 @@ def test_a_cached_continuation_has_the_logits_of_a_full_pass(name: str, shape: i
             assert keys.shape[1] == architecture_of(model.config).kv_heads
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
-    for shape in range(len(SHAPES)):
-        theirs = their_model(name, shape)
-        trained = (p.numel() for p in theirs.parameters() if p.requires_grad)
-        assert count_parameters(our_config(theirs)) == sum(trained)
-
-
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder."""
     return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
@@ -172,12 +164,12 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", thinned(ROWS, 7))
 def test_an_export_after_an_import_has_the_same_bits_and_settings(tmp_path: Path, name: str) -> None:
-    """Both ways compare logits with transformers' own (verify); tensors come in several files."""
+    """Tensors come in several files; logits of what is written are those of what was read."""
     source, theirs = tmp_path / "model", their_model(name)
     theirs.save_pretrained(source, max_shard_size=20_000)
     assert len(list(source.glob("*.safetensors"))) > 1
-    run = import_model(source, tmp_path / "run")
-    out = export_model(run, tmp_path / "out")
+    run = import_model(source, tmp_path / "run", verify=False)
+    out = export_model(run, tmp_path / "out", verify=False)
     before, after = tensors_of(source), tensors_of(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -205,7 +197,7 @@ SAVED_OTHERWISE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen2", "cohere2", "mixtral", "deepseek_v3"])
 def test_ten_steps_of_training_are_those_of_transformers(name: str) -> None:
     theirs = exact_model(name)
     ours = our_model(theirs)
@@ -221,30 +213,23 @@ def test_ten_steps_of_training_are_those_of_transformers(name: str) -> None:
             optimizer.step()
 
 
-LAYOUTS = (
-    Layout(tp=2, sequence_parallel=True, pp=2),
-    Layout(cp=2, tp=2),
-    Layout(ep=2, dp=2, pp=2),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_layouts_equal_one_process(name: str, layout: Layout) -> None:
+def test_a_layout_equals_one_process(name: str) -> None:
+    """Settings that the models of tests/verify/parity_layouts.py do not combine; the layouts are there."""
     config = our_config(their_model(name))
-    if layout.ep > 1 and not LlamaSettings.of(config).num_experts:
-        pytest.skip("has no experts")
+    has_experts = LlamaSettings.of(config).num_experts > 0
+    layout = Layout(ep=2, dp=2, pp=2) if has_experts else Layout(tp=2, sequence_parallel=True, cp=2)
     sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep}
     run_on_ranks(check_layout, config, layout, **sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_half_precision_rounds_no_more_than_transformers(name: str, dtype: torch.dtype) -> None:
+def test_bfloat16_rounds_no_more_than_in_transformers(name: str) -> None:
     """Errors of logits and gradients against float64, from weights of that precision; the median over tokens
     for logits, as rounding moves a token to another expert now and then."""
+    dtype = torch.bfloat16
     theirs = copy.deepcopy(their_model(name)).to(dtype)
     exact, ours, (tokens,) = copy.deepcopy(theirs).double(), our_model(theirs, dtype), samples(name, 0)
     want = exact(tokens).logits
