@@ -43,10 +43,9 @@ def averages(trainer: Trainer) -> dict[str, Tensor]:
     return {s.name: trainer.average.values[s.parameter].clone() for s in trainer.shards if s.is_trained}
 
 
-@pytest.mark.parametrize("dtype", slow_but({1}, ["fp64", "bf16"]))
-def test_the_average_is_that_of_adam_over_the_weights(dtype: str) -> None:
+def test_the_average_is_that_of_adam_over_the_weights() -> None:
     """exp_avg / (1 - beta1^n) of torch.optim.Adam that receives the weights as gradients."""
-    trainer = Trainer(averaged(dtype=dtype), shape_context())
+    trainer = Trainer(averaged(), shape_context())
     moving = [torch.zeros_like(s.parameter, requires_grad=True) for s in trainer.shards]
     adam = torch.optim.Adam(moving, lr=0.0, betas=(DECAY, 0.999))
     for n in range(1, STEPS + 1):
@@ -57,8 +56,7 @@ def test_the_average_is_that_of_adam_over_the_weights(dtype: str) -> None:
         for x, shard in zip(moving, trainer.shards, strict=True):
             want = adam.state[x]["exp_avg"] / (1 - DECAY**n)
             assert trainer.average is not None
-            tolerance = 1e-12 if dtype == "fp64" else 2e-6  # of float32 masters: rounding of two orders
-            torch.testing.assert_close(trainer.average.values[shard.parameter], want, rtol=0, atol=tolerance)
+            torch.testing.assert_close(trainer.average.values[shard.parameter], want, rtol=0, atol=1e-12)
 
 
 def test_a_step_that_overflows_is_not_averaged() -> None:
@@ -86,10 +84,8 @@ def stored(path: Path, prefix: str) -> dict[str, Tensor]:
 
 
 LAYOUTS = {
-    "tp2-sp": ParallelConfig(tp=2, sequence_parallel=True),
-    "pp2": ParallelConfig(pp=2),
     "dp2-zero3": ParallelConfig(dp=2, zero=3),
-    "tp2-dp2-zero2": ParallelConfig(tp=2, dp=2, zero=2),
+    "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
 }
 
 
@@ -106,7 +102,7 @@ def validated(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", slow_but({2}, LAYOUTS))
+@pytest.mark.parametrize("name", slow_but({0}, LAYOUTS))
 def test_every_layout_validates_the_average_of_one_process(name: str) -> None:
     """Weights that a pass has gathered from shards are not taken for the average, nor the other way round."""
     layout = LAYOUTS[name]
@@ -131,7 +127,7 @@ def test_a_resumed_average_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) 
         assert torch.equal(averages(second)[name], x), name
 
 
-@pytest.mark.parametrize(("before", "after"), slow_but({0}, [(0.0, DECAY), (DECAY, 0.0), (DECAY, 0.5)]))
+@pytest.mark.parametrize(("before", "after"), [(0.0, DECAY), (DECAY, 0.5)])
 def test_an_average_may_begin_end_and_change_on_resume(tmp_path: Path, before: float, after: float) -> None:
     """One that begins is, after a step, that step's weights."""
     first = Trainer(averaged(before, out=str(tmp_path)), shape_context())
@@ -168,23 +164,12 @@ def test_what_holds_no_average_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["pretrain", *words]) == 0
     assert main(["reshard", str(tmp_path / "run"), "ema=true", f"out={tmp_path / 'mean'}"]) == 2
     assert "holds no average of its weights; train with ema.decay" in capsys.readouterr().err
-    overflown = [*TINY, "precision=fp16", "precision.initial_loss_scale=1e30", f"out={tmp_path / 'over'}"]
-    assert main(["pretrain", *overflown, "train.steps=1", "train.validate_every=0"]) == 0
-    assert main(["reshard", str(tmp_path / "over"), "ema=true", f"out={tmp_path / 'mean'}"]) == 2
-    assert "no update is in the average" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", slow_but({0}, [[], ["tp=2"]]), ids=str)
-def test_the_average_is_validated_and_kept_on_request(tmp_path: Path, layout: list[str]) -> None:
+def test_the_average_is_validated_and_kept_on_request(tmp_path: Path) -> None:
     """The loss reported is that of the weights that `mlm reshard ema=true` writes; training is as without."""
-    words = [
-        *TINY,
-        *layout,
-        "train.steps=3",
-        "train.validate_every=3",
-        "optimizer.lr=1e-2",
-        "train.validate_batches=1",
-    ]
+    usual = [*TINY, "train.validate_batches=1"]
+    words = [*usual, "train.steps=3", "train.validate_every=3", "optimizer.lr=1e-2"]
     asked = ["ema.validate=true", "train.keep_best=true"]
     assert main(["pretrain", *words, *asked, f"out={tmp_path / 'asked'}"]) == 0
     assert main(["pretrain", *words, f"out={tmp_path / 'plain'}"]) == 0
@@ -194,13 +179,7 @@ def test_the_average_is_validated_and_kept_on_request(tmp_path: Path, layout: li
     for name, x in stored(last[0], "optimizer.ema.").items():
         assert torch.equal(best[name.replace("optimizer.ema.", "model.")], x)
     (record,) = records(tmp_path / "asked", "validation")
-    again = [
-        *TINY,
-        "train.steps=1",
-        "train.validate_every=1",
-        "optimizer.lr=1e-30",
-        "train.validate_batches=1",
-    ]
+    again = [*usual, "train.steps=1", "train.validate_every=1", "optimizer.lr=1e-30"]
     assert main(["pretrain", *again, f"ckpt={tmp_path / 'asked'}", f"out={tmp_path / 'again'}"]) == 0
     (scored,) = records(tmp_path / "again", "validation")
     assert record["validation/ema_loss"] == pytest.approx(scored["loss"], abs=1e-6)

@@ -20,7 +20,6 @@ from mlm.training.gradient_norms import GradientNorms
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
 from tests.training.test_gradient_sums import SPEC, batches
 from tests.training.test_observers import RUN
 from tests.training.test_trainer import config
@@ -68,16 +67,13 @@ def reported(ctx: ParallelContext, spec: PretrainConfig) -> tuple[dict[str, floa
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2},
     {"pp": 2},
     {"dp": 2, "zero": 3},
-    {"dp": 2, "zero": 2},
-    {"dp": 2},
     {"tp": 2, "sequence_parallel": True},
 ]
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS, 3), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_norms_are_those_of_one_process_in_one_message(layout: dict[str, Any]) -> None:
     """In float64 by layer, and each rank reports all of them, that of the tied table once."""
     expected = plain_norms(SPEC)
@@ -90,9 +86,8 @@ def test_norms_are_those_of_one_process_in_one_message(layout: dict[str, Any]) -
         assert waits == ["all_reduce over world"] * 2  # its start and its end
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_loss_scale_is_taken_out(dtype: str) -> None:
-    spec = replace(config(dtype=dtype), train=SPEC.train)
+def test_loss_scale_is_taken_out() -> None:
+    spec = replace(config(dtype="fp16"), train=SPEC.train)
     norms, whole, _ = reported(shape_context(), spec)
     assert math.hypot(*norms.values()) == pytest.approx(whole, rel=1e-6)
 

@@ -15,19 +15,15 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.ranks import run_on_ranks
-from tests.slow import slow_but, thinned
+from tests.slow import slow_but
 from tests.training.saving import save
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 from tests.verify.parity_layouts import Layout, parse_layouts
 
 LAYOUTS = [
-    ParallelConfig(pp=2),
-    ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     ParallelConfig(pp=2, vp=2, dp=2),
-    ParallelConfig(pp=3, pipeline="zb_h1"),
     ParallelConfig(dp=2, zero=3),
     ParallelConfig(cp=2, tp=2, sequence_parallel=True, zero=2),
-    ParallelConfig(pp=2, dp=2, zero=2),
 ]
 
 
@@ -41,9 +37,7 @@ def sizes(parallel: ParallelConfig) -> dict[str, Any]:
     return whole | {"ep": parallel.ep, "expert_tp": parallel.expert_tp}
 
 
-@pytest.mark.parametrize(
-    "parallel", slow_but({0, 4}, [ParallelConfig(), *LAYOUTS, ParallelConfig(tp=2, dp=2)]), ids=str
-)
+@pytest.mark.parametrize("parallel", slow_but({0, 1}, [ParallelConfig(), *LAYOUTS]), ids=str)
 def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
     """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
     for straight, resumed in run_on_ranks(
@@ -69,13 +63,8 @@ def resume(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> tuple[list[
     slow_but(
         {0},
         [
-            ("dp=2 ep=2", "tp=2 dp=2 ep=2"),
-            (
-                "dp=4 ep=2 zero=3 micro_batches=1",
-                "tp=2 sequence_parallel expert_tp=1 ep=2 micro_batches=4",
-            ),
-            ("tp=2 sequence_parallel expert_tp=1 dp=2 ep=4 zero=2", "dp=2 zero=3"),
-            ("pp=2 dp=2 ep=2", "micro_batches=4"),
+            ("pp=2 dp=2 ep=2", "tp=2 dp=2 ep=2"),
+            ("dp=4 ep=2 zero=3 micro_batches=1", "tp=2 sequence_parallel expert_tp=1 ep=2 micro_batches=4"),
         ],
     ),
     ids=str,
@@ -99,7 +88,7 @@ def two_steps_more(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> lis
     return losses
 
 
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 4), ids=str)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_validation_does_not_depend_on_the_layout(parallel: ParallelConfig) -> None:
     """Thirteen windows in micro-batches of two, before a step and after it."""
     alone = validate(shape_context(), spec_of(ParallelConfig()))
@@ -118,7 +107,7 @@ def validate(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("broken", [{}, {"step": 1}, {"scaler": None}], ids=str)
+@pytest.mark.parametrize("broken", [{}, {"scaler": None}], ids=str)
 def test_a_checkpoint_without_a_run_s_counters_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]
 ) -> None:

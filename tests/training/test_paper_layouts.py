@@ -21,12 +21,8 @@ from mlm.training.pipelined import PipelinedModel
 from tests.slow import slow_but
 
 META = torch.device("meta")
-V1 = ["model=gpt2_8b", "parallel=v1_8_3b"]
-"""Megatron-LM: 8.3 billion parameters, 512 GPUs, tp=8 dp=64 (arXiv:1909.08053, table 1)."""
 SC21 = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "sequence_parallel=true"]
 """PTD-P: 1 trillion parameters, 3072 GPUs, tp=8 pp=64 dp=6 (arXiv:2104.04473, table 1)."""
-INTERLEAVED = ["model=gpt2_sc21_530b", "parallel=sc21_530b"]
-"""PTD-P: 530 billion parameters, 2520 GPUs, tp=8 pp=35 vp=3 dp=9."""
 
 
 def config_of(overrides: list[str]) -> PretrainConfig:
@@ -50,30 +46,9 @@ def built(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     return PipelinedModel(config.model, config.parallel, config.precision, ctx)
 
 
-@pytest.mark.parametrize(("overrides", "world"), [(V1, 512), (SC21, 3072), (INTERLEAVED, 2520)])
-def test_the_groups_of_a_rank_are_its_neighbours(overrides: list[str], world: int) -> None:
-    """tp ranks are consecutive; dp ranks tp apart; pp ranks tp * dp apart."""
-    config = config_of(overrides)
-    p = config.parallel
-    assert p.dp is not None
-    for rank in (0, 9, world // 2 + 1, world - 1):
-        with as_rank(config, rank) as ctx:
-            t, s, d = rank % p.tp, rank // (p.tp * p.dp), rank // p.tp % p.dp
-            assert (ctx.tp.rank, ctx.pp.rank, ctx.dp.rank) == (t, s, d)
-            assert ctx.tp.ranks == tuple(range(rank - t, rank - t + p.tp))
-            assert ctx.dp.ranks == tuple(range(rank - d * p.tp, rank + (p.dp - d) * p.tp, p.tp))
-            stride = p.tp * p.dp
-            if p.pp > 1:
-                assert ctx.pp.ranks == tuple(range(rank - s * stride, rank + (p.pp - s) * stride, stride))
-            assert ctx.tied.size == (2 if p.pp > 1 and s in (0, p.pp - 1) else 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "billions"), [(V1, 8.3), (SC21, 1008.0), (INTERLEAVED, 529.6)], ids=["v1", "1t", "530b"]
-)
-def test_the_ranks_together_hold_each_parameter_once(overrides: list[str], billions: float) -> None:
-    """Summed over tp and pp ranks of one replica: the paper's parameter count, true vocabulary rows only."""
-    config = config_of(overrides)
+def test_the_ranks_together_hold_each_parameter_once() -> None:
+    """Summed over tp and pp ranks of one replica: true vocabulary rows only."""
+    config = config_of(SC21)
     p = config.parallel
     held = 0
     for stage in range(p.pp):
@@ -81,7 +56,6 @@ def test_the_ranks_together_hold_each_parameter_once(overrides: list[str], billi
         assert first == last  # what the tp ranks hold parts of is the same
         held += sum(first)
     assert held == count_parameters(config.model)
-    assert held / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def whole_sizes(config: PretrainConfig, rank: int) -> list[int]:
@@ -104,7 +78,7 @@ def test_a_rank_of_the_trillion_layout_holds_two_layers_and_its_share_of_them() 
         assert count * 512 == pytest.approx(1008e9, rel=0.01)
 
 
-@pytest.mark.parametrize("rank", slow_but({2}, [0, 8 * 6 * 31, 3071]))
+@pytest.mark.parametrize("rank", slow_but({1}, [0, 3071]))
 def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
     """Forward and backward of eight micro-batches: shapes fit at both ends, each weight gets a gradient."""
     config = config_of(SC21)

@@ -64,22 +64,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped shard": lambda step: flip(step / "rank-00000.safetensors"),
-    "cut shard": lambda step: cut(step / "rank-00000.safetensors"),
     "no shard": lambda step: (step / "rank-00000.safetensors").unlink(),
     "flipped manifest": lambda step: flip(step / "manifest.json"),
-    "cut manifest": lambda step: cut(step / "manifest.json"),
-    "no manifest": lambda step: (step / "manifest.json").unlink(),
     "stale shard": lambda step: shutil.copy(step.parent / STEPS[0] / "rank-00000.safetensors", step),
 }
 
 
-@pytest.mark.parametrize("damage", slow_but({1}, DAMAGES))
+@pytest.mark.parametrize("damage", slow_but({0}, DAMAGES))
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_names_it(
     out: Path, straight: tuple[Path, list[float]], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -296,19 +289,6 @@ def test_where_all_up_to_latest_are_damaged_a_newer_one_is_named_not_taken(root:
         damage(root, step)
     with pytest.raises(CorruptFileError, match=r"To continue from step-00000005, write its name into"):
         latest_checkpoint(root)
-
-
-@pytest.mark.parametrize("place", [0, 6])
-def test_latest_that_names_no_checkpoint_is_reported_and_the_newest_continues(
-    root: Path, place: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    content = bytearray((root / LATEST).read_bytes())
-    content[place] ^= 1
-    (root / LATEST).write_bytes(content)
-    assert latest_checkpoint(root) == root / step_name(5)
-    assert "latest" in caplog.text
-    (root / LATEST).unlink()
-    assert latest_checkpoint(root) == root / step_name(5)
 
 
 def test_a_save_prunes_its_own_past_alone(root: Path) -> None:

@@ -15,7 +15,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.training.incidents.divergence import describe_way_back, find_newest_good
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
-from tests.slow import slow_but
+from tests.slow import slow
 from tests.training.incidents.runs import losses, pretrain
 from tests.training.records import records
 
@@ -52,14 +52,7 @@ def latest(out: Path) -> str | None:
 
 @pytest.mark.parametrize(
     "words",
-    slow_but(
-        {0},
-        [
-            [],
-            ["checkpoint.save_every=2", "checkpoint.asynchronous=false"],
-            ["precision=fp16", "precision.initial_loss_scale=4"],
-        ],
-    ),
+    [[], slow(["checkpoint.asynchronous=false", "precision=fp16", "precision.initial_loss_scale=4"])],
     ids=" ".join,
 )
 def test_a_run_that_ruins_its_weights_keeps_a_good_checkpoint(run: Path, words: list[str]) -> None:
@@ -104,12 +97,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[list[tor
     monkeypatch.setattr(Trainer, "clip_and_update", ruin)
 
 
-@pytest.mark.parametrize("value", slow_but({0}, [float("inf"), float("nan")]))
 def test_a_planted_number_is_named_and_not_saved(
-    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, value: float
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        plant(patch, 6, lambda weights: weights[0].view(-1)[:1].fill_(value))
+        plant(patch, 6, lambda weights: weights[0].view(-1)[:1].fill_(float("inf")))
         assert pretrain(run, *SANE, "incident.patience=3") == 1
     said = capsys.readouterr().err
     assert "not saved: weights not finite: model." in said
@@ -122,16 +114,11 @@ def test_a_planted_number_is_named_and_not_saved(
 
 @pytest.mark.parametrize(
     ("words", "cause"),
-    slow_but(
-        {0, 1},
-        [
-            (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
-            (["optimizer.lr=10", "train.steps=8"], "losses are above "),
-            (["optimizer.lr=10", "train.steps=5"], "losses are above "),
-            (["optimizer.lr=10", "train.steps=8", "checkpoint.asynchronous=false"], "losses are above "),
-        ],
-    ),
-    ids=["not finite", "finite", "by its last update", "training waits for saves"],
+    [
+        (["optimizer.lr=1e30", "train.steps=8"], "loss or gradients are not finite in precision=fp32"),
+        (["optimizer.lr=10", "train.steps=5"], "losses are above "),
+    ],
+    ids=["not finite", "by its last update"],
 )
 def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
     run: Path, capsys: Output, words: list[str], cause: str
@@ -144,15 +131,13 @@ def test_a_run_that_ends_in_ruin_fails_and_latest_is_the_good_checkpoint(
     assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
 
 
-@pytest.mark.parametrize("factor", slow_but({0}, [90.0, 0.0]))
 def test_weights_that_a_fault_ruins_after_the_last_step_are_not_the_latest(
-    run: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finite numbers, whose norms have grown by less than a hundred, or are gone."""
-    plant(monkeypatch, 6, lambda weights: [weight.mul_(factor) for weight in weights])
-    code = pretrain(run, *SANE, "train.steps=6")
-    good = main(["ckpt", "rollback", str(run)])
-    assert (code == 1 or factor == 0.0, good, latest(run)) == (True, 0, step_name(5))
+    """Finite numbers, whose norms have grown by less than a hundred."""
+    plant(monkeypatch, 6, lambda weights: [weight.mul_(90.0) for weight in weights])
+    assert pretrain(run, *SANE, "train.steps=6") == 1
+    assert (main(["ckpt", "rollback", str(run)]), latest(run)) == (0, step_name(5))
 
 
 class Spike(Observer):
@@ -167,20 +152,11 @@ class Spike(Observer):
             shard.parameter.mul_({5: 90.0, 6: 1 / 90}.get(self.trainer.step, 1.0))
 
 
-def test_a_spike_that_recovers_costs_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_that_recovers_costs_nothing(run: Path) -> None:
     """One step's loss is far above the best; the run ends well, with the checkpoints that are kept."""
-    monkeypatch.setenv("MLM_TRUST", "tests")
     assert pretrain(run, *SANE, "train.steps=7", f"train.observers=[{__name__}:Spike]") == 0
     assert max(losses(run).values()) > 20
     assert names(run) == [step_name(7)]
-
-
-@pytest.mark.slow
-def test_steps_that_are_not_finite_are_not_saved(run: Path) -> None:
-    """The run is told to go on for ever: its end is judged."""
-    assert pretrain(run, *RUINED, "incident.patience=0", "train.steps=30") == 1
-    assert names(run) == [step_name(4), step_name(30)]
-    assert latest(run) == step_name(4)
 
 
 @pytest.mark.slow
@@ -192,15 +168,6 @@ def test_overflows_of_float16_cost_no_checkpoint_and_stop_nothing(tmp_path: Path
     assert 3 < steps[-1]["skipped_steps"] < 40
     assert not records(out, "incident")
     assert names(out) == [step_name(40)]
-
-
-def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, capsys: Output) -> None:
-    out = tmp_path / "run"
-    assert pretrain(out, *SANE, "checkpoint.keep_last=4", "train.steps=6") == 0
-    assert pretrain(out, *RUINED, "checkpoint.keep_last=4", "incident.action=rewind") == 1
-    assert [record["step"] for record in records(out, "rewound")] == [6, 5, 4, 3]
-    said = capsys.readouterr().err
-    assert "stopped as incident.action=rewind asks: no earlier checkpoint is left to return to" in said
 
 
 def test_a_run_that_has_used_up_its_rewinds_says_so(run: Path, capsys: Output) -> None:

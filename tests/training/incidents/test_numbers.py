@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mlm.checkpoint.native.run_state import INCIDENTS
 from mlm.parallel.mesh import Axis, shape_context
@@ -25,19 +24,12 @@ from mlm.training.incidents.numbers import (
     return_level,
     spare_samples,
 )
-from mlm.training.incidents.probe import deviations
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.slow import slow_but
 from tests.training.incidents.runs import watcher
 from tests.training.test_trainer import config
-
-
-def test_deviations_are_robust_to_other_outliers_and_flat_numbers() -> None:
-    assert deviations(50.0, [2.0, 2.1, 1.9, 2.05, 1.95, 50.0]) > 100
-    assert deviations(2.02, [2.0] * 8) == pytest.approx(1.0)
-    assert deviations(0.0, [2.0, 2.1, 1.9]) < 0
 
 
 def clean_norms(kind: str, count: int) -> list[float]:
@@ -48,14 +40,13 @@ def clean_norms(kind: str, count: int) -> list[float]:
         level = 0.95 * level + draw.gauss(0, 0.03)  # neighbouring steps are alike
         tail = {
             "normal": draw.gauss(0, 0.2),
-            "exponential": 0.15 * draw.expovariate(1.0) * draw.choice((-1, 1)),
             "heavier": 0.1 * draw.expovariate(1.0) ** 1.3,
         }[kind]
         drawn.append(math.exp(level + tail + 2 / (1 + step / 50)))
     return drawn
 
 
-@pytest.mark.parametrize("kind", slow_but({2}, ["normal", "exponential", "heavier"]))
+@pytest.mark.parametrize("kind", slow_but({1}, ["normal", "heavier"]))
 def test_clean_steps_of_any_tail_are_no_outliers_and_faults_are(kind: str) -> None:
     recent, alarms, found = RecentSteps(512), 0, {100.0: 0, 1e4: 0}
     norms = clean_norms(kind, 20_000)
@@ -96,14 +87,6 @@ def test_a_resumed_run_has_the_limits_of_one_that_was_never_stopped() -> None:
     for _ in range(500):
         recent.add(draw.gauss(3, 0.1), draw.expovariate(1.0))
     assert RecentSteps(64, list(recent.pairs)).limits(1e6) == recent.limits(1e6)
-
-
-def test_the_window_holds_finite_numbers_and_those_of_the_first_level() -> None:
-    recent = RecentSteps(2)
-    for loss in range(100):
-        recent.add(float(loss), 1.0)
-        recent.add(math.nan, 1.0)
-    assert [loss for loss, _ in recent.pairs] == list(range(66, 100))
 
 
 def test_there_is_no_limit_without_a_threshold_or_before_32_steps_are_known() -> None:
@@ -149,26 +132,27 @@ def noise(count: int, mean: float) -> list[float]:
     return [draw.gauss(mean, 0.05) for _ in range(count)]
 
 
-@pytest.mark.parametrize("steps", [1, 3, 15])
+@pytest.mark.parametrize("steps", [1, 15])
 def test_the_first_steps_are_in_doubt_above_twice_the_highest_level_and_a_nat(steps: int) -> None:
     """Of equal losses the median is the level: 2 * 4 + 1 = 9."""
     assert doubts([*[4.0] * steps, 8.99])[-1] == 0
     assert doubts([*[4.0] * steps, 9.01])[-1] == steps + 1
 
 
-def test_a_ruin_that_grows_step_by_step_is_noticed_in_a_young_run() -> None:
-    """As of lr=1 from step 41 on: each loss alone is near the one before."""
-    assert doubts([*noise(40, 4.2), 4.3, 6.5, 8.9, 12.0, 20.0])[-1] == 42
-
-
-def test_a_model_that_has_learned_is_in_doubt_at_the_loss_of_a_uniform_guess() -> None:
-    """Of 64 tokens: ln 64 = 4.16."""
-    assert doubts([*noise(600, 2.0), 4.16])[-1] == 601
-
-
-def test_a_loss_that_creeps_up_is_compared_with_the_best_of_the_window() -> None:
-    creeping = [2.0 + step / 50 for step in range(200)]
-    assert doubts([*noise(600, 2.0), *creeping])[-1] > 0
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        # as of lr=1 from step 41 on: each loss alone is near the one before
+        ([*noise(40, 4.2), 4.3, 6.5, 8.9, 12.0, 20.0], 42),
+        # a model that has learned, at the loss of a uniform guess of 64 tokens
+        ([*noise(600, 2.0), 4.16], 601),
+        # creeping up from the best of the window
+        ([*noise(600, 2.0), *(2.0 + step / 50 for step in range(200))], 614),
+    ],
+    ids=["a growing ruin", "a uniform guess", "creeping up"],
+)
+def test_a_run_is_in_doubt_since_the_step_of(losses: list[float], since: int) -> None:
+    assert doubts(losses)[-1] == since
 
 
 def test_doubt_lasts_until_the_loss_is_usual_again_or_for_a_window() -> None:
@@ -178,7 +162,7 @@ def test_doubt_lasts_until_the_loss_is_usual_again_or_for_a_window() -> None:
     assert doubts([*young, *[9.0] * 600])[-1] == 0
 
 
-@pytest.mark.parametrize(("last", "limit"), [(0.5, 1.5), (4.0, 5.0), (8.0, 10.0)])
+@pytest.mark.parametrize(("last", "limit"), [(0.5, 1.5), (8.0, 10.0)])
 def test_samples_of_the_last_step_are_in_doubt_a_nat_and_a_quarter_above_their_loss(
     last: float, limit: float
 ) -> None:
@@ -201,10 +185,6 @@ def test_a_doubt_of_the_last_step_is_not_ended_by_the_samples_that_it_has_fitted
     assert memory.high == 2
 
 
-def test_losses_of_zero_are_usual_and_a_tenth_above_them_too() -> None:
-    assert doubts([*[0.0] * 40, 0.1])[-1] == 0
-
-
 def incident_state(**changes: Any) -> IncidentState:
     recent = RecentSteps(4, [(1.5, 2.5), (1.25, 0.5)])
     state = IncidentState(
@@ -222,20 +202,10 @@ def test_a_resumed_run_remembers_all_that_the_first_did() -> None:
     assert again.doubt == again.high == 3
 
 
-def test_another_incident_returns_to_the_newest_checkpoint() -> None:
-    assert [incident_state().rewind_below(step) for step in (9, 12, 13)] == [8, 8, None]
-
-
-def test_of_too_many_steps_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_STEPS", 2)
-    assert incident_state(steps=[3, 5, 9]).encode()["left_out_steps"] == [5, 9]
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        *({"rewinds": -1}, {"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}),
-        *({"left_out_samples": [[4, -4]]}, {"left_out_samples": [[1 << 62, 1]]}),
+        *({"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}, {"left_out_samples": [[1 << 62, 1]]}),
     ],
     ids=str,
 )
@@ -251,7 +221,7 @@ def test_a_key_that_another_version_did_not_save_is_no_damage() -> None:
         decode(saved, 4)
 
 
-@pytest.mark.parametrize(("action", "further"), [("skip", 0), ("log", 0), ("rewind", 2 * 4 * 3)])
+@pytest.mark.parametrize(("action", "further"), [("skip", 0), ("rewind", 2 * 4 * 3)])
 def test_a_run_may_need_the_samples_in_place_of_those_left_out(action: str, further: int) -> None:
     """Each range, with the rest of its batch; for each rewind to come as much again."""
     config = SimpleNamespace(
@@ -293,10 +263,3 @@ def test_an_overflow_above_the_smallest_scale_is_no_incident(tmp_path: Path) -> 
     floor = incidents.trainer.config.precision.min_loss_scale
     above, at = (StepNumbers(2.0, math.inf, scale=scale) for scale in (2 * floor, floor))
     assert kinds_of(incidents, above, at) == [[], ["loss_scale_at_floor", "gradient_not_finite"]]
-
-
-def test_a_gpu_compares_a_step_s_numbers_with_their_limits_without_the_host() -> None:
-    """On fake tensors: reading one would raise."""
-    with FakeTensorMode():
-        found = exceeds_limits(torch.empty(2, device="cuda"), (1.5, math.inf))
-        assert torch.cat([torch.empty(2, device="cuda"), found.view(1)]).device.type == "cuda"

@@ -25,19 +25,6 @@ Said = pytest.CaptureFixture[str]
 EXPERTS = ("model.kind=llama", "model.activation=silu", "model.options={num_experts: 4, expert_ffn_size: 32}")
 
 
-@pytest.fixture(autouse=True)
-def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLM_TRUST", "tests")
-
-
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a bad sample."""
-    out = tmp_path_factory.mktemp("logged") / "run"
-    assert pretrain(out) == 0
-    return out
-
-
 def test_a_replay_of_one_process_has_the_same_bits_and_finds_the_sample(logged: Path, capsys: Said) -> None:
     assert main(["replay", str(folder(logged)), "dist.threads_per_rank=1"]) == 0
     said = capsys.readouterr().out
@@ -77,12 +64,9 @@ def test_a_replay_checks_the_runs_own_code_before_it_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("tp=2",), ("dp=2", "ep=2", *EXPERTS)], ids=("tp", "ep"))
-def test_a_replay_of_several_ranks_finds_the_same_sample(
-    layout: tuple[str, ...], tmp_path: Path, capfd: Said
-) -> None:
+def test_a_replay_of_several_ranks_finds_the_same_sample(tmp_path: Path, capfd: Said) -> None:
     out = tmp_path / "run"
-    assert pretrain(out, *layout) == 0
+    assert pretrain(out, "dp=2", "ep=2", *EXPERTS) == 0
     assert main(["replay", str(folder(out)), "dist.device=cpu", "precision=fp64"]) == 0
     said = capfd.readouterr().out
     # float32 sums in another order
@@ -90,17 +74,6 @@ def test_a_replay_of_several_ranks_finds_the_same_sample(
     assert f"sample {BAD}" in said
     for words in ("now:  loss", "precision=fp64: loss"):
         assert float(said.split(words)[1].split(",")[0]) == near
-
-
-@pytest.mark.slow
-def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
-    """A later incident of a run that has returned to a checkpoint before."""
-    out = tmp_path / "run"
-    assert pretrain(out, "incident.action=rewind", "check.every=13", "incident.threshold=1000") == 0
-    found = sorted(path.name for path in (out / "incidents").iterdir())
-    assert found[0] == f"step-{STEP:08d}"
-    assert main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1"]) == 0
-    assert "(equal bit for bit)" in capsys.readouterr().out
 
 
 def small(data: object, *, vocab_size: int, num_samples: int, seed: int, validation: bool) -> Constant:
@@ -209,7 +182,6 @@ def test_a_folder_that_is_no_incident_is_a_mistake(tmp_path: Path, capsys: Said)
     [
         ("memory", {}, "its state of incidents is of another version"),
         ("step", None, "its record is damaged"),
-        ("exact", {"loss": 1}, "its record is damaged"),
         ("lineage", {"ancestors": [[4, "?"]]}, "its record is damaged"),
     ],
 )

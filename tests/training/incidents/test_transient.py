@@ -27,13 +27,10 @@ from tests.training.records import records
 from tests.training.test_trainer import config
 
 LAYOUTS: dict[str, dict[str, int]] = {
-    "tp": {"tp": 2},
     "pp": {"pp": 2},
-    "dp": {"dp": 2},
-    "cp": {"cp": 2},
     "zero=2": {"dp": 2, "zero": 2},
     "zero=3": {"dp": 2, "zero": 3},
-    "tp, dp": {"tp": 2, "dp": 2},
+    "tp, cp": {"tp": 2, "cp": 2},
 }
 
 
@@ -99,7 +96,7 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
     return found
 
 
-@pytest.mark.parametrize("name", slow_but({1, 4}, LAYOUTS))
+@pytest.mark.parametrize("name", slow_but({0, 1}, LAYOUTS))
 def test_a_fault_of_one_pass_is_computed_again(name: str, tmp_path: Path) -> None:
     layout = dict(LAYOUTS[name])
     spec, zero = config(), layout.pop("zero", 0)
@@ -127,7 +124,6 @@ STRUCK = 5
 @pytest.fixture
 def struck(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of step STRUCK has NaNs."""
-    monkeypatch.setenv("MLM_TRUST", "tests")
     passes = [0]
     forward_backward = Trainer.forward_backward
 
@@ -157,18 +153,11 @@ def test_a_normal_second_pass_looks_for_no_checkpoint(
 
 
 @pytest.mark.usefixtures("struck")
-@pytest.mark.parametrize(
-    "devices",
-    [("cuda",), pytest.param(("cpu",), marks=pytest.mark.slow)],
-    ids=["host waits", "update deferred"],
-)
 def test_a_run_loses_nothing_and_a_replay_blames_no_sample(
-    devices: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlm.training.incidents.watcher.DEFERRING", devices)
+    """Where the update is deferred, as on a GPU; a CPU's host waits."""
+    monkeypatch.setattr("mlm.training.incidents.watcher.DEFERRING", ("cpu",))
     steps = ["train.steps=8", "incident.action=skip"]
     assert pretrain(tmp_path / "run", *steps) == 0
     assert pretrain(tmp_path / "clean", *steps) == 0  # its pass of the step is a later one
