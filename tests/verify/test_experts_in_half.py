@@ -25,7 +25,7 @@ from mlm.runs.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.parity import Report, one_process
 from tests.ranks import run_on_ranks
-from tests.slow import slow, slow_but
+from tests.slow import slow_but
 from tests.verify.half_precision import Half, compare_noting, config_of, problems
 from tests.verify.parity_layouts import Layout
 
@@ -88,8 +88,6 @@ def forced(ctx: ParallelContext, layout: Layout) -> tuple[Half, Report]:
 
 LAYOUTS = [
     Layout(dp=2, ep=2, zero=2, precision="bf16", moe="softmax"),
-    Layout(dp=2, ep=2, zero=2, precision="bf16", moe="sigmoid"),
-    Layout(dp=2, ep=2, precision="bf16", moe="sigmoid"),
     Layout(dp=4, ep=2, zero=3, precision="bf16", micro_batches=1, moe="softmax"),
     Layout(tp=2, dp=2, ep=2, precision="bf16", moe="sigmoid"),
 ]
@@ -127,11 +125,9 @@ def choose_freely(trainer: Trainer) -> Chooser:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [replace(LAYOUTS[4], moe="softmax"), *map(slow, (LAYOUTS[0], LAYOUTS[3]))], ids=str
-)
-def test_free_choices_differ_where_scores_nearly_tie(layout: Layout) -> None:
+def test_free_choices_differ_where_scores_nearly_tie() -> None:
     """Either score is up to three times one process's rounding off, half_precision.py's bound of a layout."""
+    layout = replace(LAYOUTS[2], moe="softmax")
     for rank in run_on_ranks(free_choices, layout, **layout.sizes):
         assert rank
         assert all(gap <= 2 * 3 * rounding for gap, rounding in rank)

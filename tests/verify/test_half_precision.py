@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.norms import LayerNorm, RMSNorm
+from mlm.models.norms import RMSNorm
 from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _Collective
 from mlm.training.observer import StepOutcome
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.slow import slow_but, thinned
+from tests.slow import slow, slow_but
 from tests.verify.half_precision import (
     AXES,
     FAMILIES,
@@ -34,20 +34,12 @@ from tests.verify.parity_layouts import Layout
 
 PAIRS = draw(2, 40, most_ranks=4)
 """Every two values of AXES that can meet do."""
-TRIPLES = [a for a in draw(3, 50, most_ranks=8) if a not in PAIRS]
-"""Most of every three."""
 
 
 @pytest.mark.parametrize("layout", slow_but({6, 9, 27}, map(layout_of, PAIRS)), ids=str)
 def test_layout_equals_one_process_of_its_precision(layout: Layout) -> None:
     for half in run_on_ranks(compare_half, layout, **layout.sizes):
         assert list(problems(half, layout)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout_of(a) for a in TRIPLES], ids=str)
-def test_further_layout_equals_one_process_of_its_precision(layout: Layout) -> None:
-    test_layout_equals_one_process_of_its_precision(layout)
 
 
 def half_of(trainer: Trainer) -> torch.dtype:
@@ -103,35 +95,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
-def statistics_in_half(trainer: Trainer) -> None:
-    """Means and variances of layer norms."""
-    for module in trainer.model.chunks[0].modules():
-        if isinstance(module, LayerNorm):
-
-            def forward(x: Tensor, m: LayerNorm = module) -> Tensor:
-                x = x - x.mean(-1, keepdim=True)
-                return (x * (x.square().mean(-1, keepdim=True) + m.eps).rsqrt()) * m.weight.to(
-                    x.dtype
-                ) + m.bias.to(x.dtype)
-
-            module.forward = forward
-
-
 def loss_scale_forgotten(trainer: Trainer) -> None:
     trainer.scaler.scale.fill_(1.0)
-
-
-def loss_scale_not_applied(trainer: Trainer) -> None:
-    forward_backward = trainer.forward_backward
-
-    def without(batches: Any, objective: Any = None) -> Tensor:
-        scale, trainer.scaler.scale = trainer.scaler.scale, torch.ones(())
-        try:
-            return forward_backward(batches)
-        finally:
-            trainer.scaler.scale = scale
-
-    trainer.forward_backward = without
 
 
 def after_update(trainer: Trainer, change: Callable[[], None]) -> None:
@@ -163,12 +128,6 @@ def moments_in_half(trainer: Trainer) -> None:
     after_update(trainer, change)
 
 
-def residual_in_bfloat16(trainer: Trainer) -> None:
-    """In a run in float16."""
-    for layer in trainer.model.chunks[0].layers.values():
-        layer.register_forward_hook(lambda m, _, y: y.to(torch.bfloat16).to(y.dtype))
-
-
 @dataclass(frozen=True)
 class Slip:
     """A dtype that is not the one it should be, on the layout alone."""
@@ -179,32 +138,29 @@ class Slip:
     """In the problems."""
 
 
-BF16, FP16 = {"precision": "bf16", "micro_batches": 2}, {"precision": "fp16", "micro_batches": 2}
 SLIPS = (
-    Slip(gradients_reduced_in_half, Layout(dp=2, **BF16), "gradient 1 of"),
-    Slip(sharded_gradients_reduced_in_half, Layout(dp=2, zero=2, **BF16), "gradient in half precision"),
+    Slip(gradients_reduced_in_half, Layout(dp=2, precision="bf16"), "gradient 1 of"),
+    Slip(
+        sharded_gradients_reduced_in_half,
+        Layout(dp=2, zero=2, precision="bf16"),
+        "gradient in half precision",
+    ),
     Slip(sums_over_micro_batches_in_half, Layout(pp=2, precision="bf16"), "gradient 1 of"),
-    Slip(norms_in_half, Layout(dp=2, llama="llama", **BF16), "gradient 2 of"),
-    Slip(statistics_in_half, Layout(dp=2, **BF16), "gradient 1 of"),
+    Slip(norms_in_half, Layout(dp=2, llama="llama", precision="bf16"), "gradient 2 of"),
     Slip(loss_scale_forgotten, Layout(tp=2, precision="fp16", micro_batches=4), "gradient 1 of"),
-    Slip(loss_scale_not_applied, Layout(dp=2, zero=2, **FP16), "gradient 1 of"),
-    Slip(master_weights_in_half, Layout(dp=2, zero=3, llama="llama", **BF16), "weight in half precision"),
+    Slip(
+        master_weights_in_half,
+        Layout(dp=2, zero=3, llama="llama", precision="bf16"),
+        "weight in half precision",
+    ),
     Slip(moments_in_half, Layout(pp=2, precision="bf16", micro_batches=4), "weight of"),
-    Slip(residual_in_bfloat16, Layout(tp=2, precision="fp16", micro_batches=4), "gradient 1 of"),
 )
 
 
-@pytest.mark.parametrize("slip", slow_but({1, 2, 5, 7}, SLIPS), ids=lambda slip: slip.plant.__name__)
+@pytest.mark.parametrize("slip", slow_but({1, 2, 4, 5}, SLIPS), ids=lambda slip: slip.plant.__name__)
 def test_slip_of_a_dtype_is_found(slip: Slip) -> None:
     half = run_on_ranks(compare_half, slip.layout, slip.plant, **slip.layout.sizes)[0]
     assert any(slip.found in problem for problem in problems(half, slip.layout))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", {slip.layout: None for slip in SLIPS}, ids=str)
-def test_the_same_layout_without_a_slip_equals_one_process(layout: Layout) -> None:
-    """The control: what the cases above find is the slip."""
-    test_layout_equals_one_process_of_its_precision(layout)
 
 
 def test_layouts_meet_every_pair() -> None:
@@ -212,11 +168,11 @@ def test_layouts_meet_every_pair() -> None:
     wanted = set().union(*(groups(a, 2) for a in possible if is_compatible(a, 4)))
     met = set().union(*(groups(a, 2) for a in PAIRS))
     assert wanted - met == set()
-    assert len(PAIRS) + len(TRIPLES) >= 60
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
+@pytest.mark.parametrize(
+    ("family", "precision"), [("gpt2", "bf16"), ("llama", "fp16"), slow(("bert", "bf16"))]
+)
 def test_one_process_is_float64_to_rounding(family: str, precision: str) -> None:
     """A pass rounds some 20 results a layer, there and back: at random sqrt(20 L / 3) u."""
     layout = Layout(precision=precision, micro_batches=4, **FAMILIES[family])

@@ -29,12 +29,13 @@ from tests.verify.parity_layouts import (
     verdict_of,
 )
 
-QUICK = {0, 8, 16, 24, 32, 52, 67, 73}
+FAMILIES = [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS]
+QUICK = {0, 8, 16, 24, 26, len(LAYOUTS) + 4, len(FAMILIES) - 4, len(FAMILIES) - 2}
 """Layouts of each family that `make test` compares; `make test-slow` compares the others."""
 TRUE_UPDATE = Trainer.clip_and_update
 
 
-@pytest.mark.parametrize("layout", slow_but(QUICK, [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS]), ids=str)
+@pytest.mark.parametrize("layout", slow_but(QUICK, FAMILIES), ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
     (first, report), *others = run_on_ranks(verdict_of, layout, **layout.sizes)
@@ -43,7 +44,7 @@ def test_layout_equals_one_process(layout: Layout) -> None:
     assert len(report.lrs) == 2
 
 
-@pytest.mark.parametrize("layout", slow_but({2, 15}, MOE_LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", slow_but({2, 12}, MOE_LAYOUTS), ids=str)
 def test_experts_over_ranks_equal_one_process(layout: Layout) -> None:
     """Five steps: losses, gradients, weights and what balances the routers; in float64 to 1e-10."""
     verdict, report = run_on_ranks(verdict_of, layout, steps=5, **layout.sizes)[0]
@@ -66,16 +67,10 @@ def test_long_sequences_over_ranks_equal_one_process(layout: Layout) -> None:
 
 @pytest.mark.slow
 def test_every_two_compatible_features_meet_in_a_layout() -> None:
-    met = set(chain.from_iterable(pairs(layout.axes) for layout in LAYOUTS))
-    assert compatible_pairs() - met == set()
-
-
-@pytest.mark.slow
-def test_every_two_but_precision_meet_in_float64() -> None:
-    """Settings whose runs agree to 1e-10."""
-    exact = [pairs(layout.axes, without="precision") for layout in LAYOUTS if layout.precision == "fp64"]
-    wanted = {pair for pair in compatible_pairs() if "precision" not in dict(pair)}
-    assert wanted - set(chain.from_iterable(exact)) == set()
+    """In float64, whose runs agree to 1e-10."""
+    exact = [layout for layout in LAYOUTS if layout.precision == "fp64"]
+    assert all(is_compatible(layout.axes) for layout in exact)
+    assert compatible_pairs() - set(chain.from_iterable(pairs(layout.axes) for layout in exact)) == set()
 
 
 def test_llamas_split_sequences_together_with_every_other_axis() -> None:
@@ -87,26 +82,15 @@ def test_llamas_split_sequences_together_with_every_other_axis() -> None:
     assert {layout.zero for layout in split} == {0, 2, 3}
 
 
-def test_the_matrix_has_layouts_of_all_kinds() -> None:
-    assert len(LAYOUTS) >= 24
-    assert all(is_compatible(layout.axes) for layout in LAYOUTS)
-    assert any(layout.micro_batches < layout.pp for layout in LAYOUTS)
-    assert max(math.prod(layout.sizes.values()) for layout in LAYOUTS) == 8
-
-
 @pytest.mark.parametrize(
     "layout",
-    thinned(
+    slow_but(
+        {0},
         [
-            Layout(tp=2, sequence_parallel=True, dropout=0.2),
-            Layout(pp=2, vp=2, dropout=0.2),
-            Layout(tp=2, pp=2, pipeline="zb_h1", dropout=0.2),
-            Layout(dp=2, zero=2, dropout=0.2),
-            Layout(dp=2, zero=3, dropout=0.2),
-            Layout(tp=2, dropout=0.2, precision="bf16"),
             Layout(tp=2, sequence_parallel=True, dropout=0.2, documents=True),
+            Layout(pp=2, pipeline="zb_h1", dropout=0.2, precision="bf16"),
+            Layout(dp=2, zero=3, dropout=0.2),
         ],
-        7,
     ),
     ids=str,
 )
@@ -135,15 +119,7 @@ def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "layout, name",
-    thinned(
-        [
-            (Layout(dp=2), "layers.1.mlp.up.weight"),
-            (Layout(tp=2), "final_norm.weight"),
-            (Layout(pp=2), "token.weight"),
-            (Layout(tp=2, dp=2, zero=2), "position.weight"),
-        ],
-        2,
-    ),
+    [(Layout(pp=2), "token.weight"), (Layout(tp=2, dp=2, zero=2), "position.weight")],
     ids=str,
 )
 def test_a_copy_that_differs_in_one_bit_is_found(layout: Layout, name: str) -> None:
@@ -190,10 +166,9 @@ def forget(ctx: ParallelContext, layout: Layout, who: str) -> Report | None:
     return compare_trainers(trainer, alone, 1)
 
 
-@pytest.mark.parametrize("layout", slow_but({1}, [Layout(tp=2, dp=2, zero=2), Layout(pp=2)]), ids=str)
-def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) -> None:
+def test_rounding_that_adam_amplifies_is_compared_by_gradient() -> None:
     """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
-    verdict, without = map(judge, run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes)[0])
+    verdict, without = map(judge, run_on_ranks(compare_with_tiny_eps, Layout(pp=2), pp=2)[0])
     assert verdict.equal, verdict.sentence
     assert "attention.qkv.bias (updated weight" in without.sentence
 

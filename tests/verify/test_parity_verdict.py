@@ -111,7 +111,7 @@ def test_loss_and_norm_are_judged_by_the_tolerance_of_the_precision(precision: s
     assert not judged({what: add(1.1 * allowed)}, precision=precision).equal
 
 
-@pytest.mark.parametrize("factor", [1.001, 0.5, 2.0])
+@pytest.mark.parametrize("factor", [1.001, 2.0])
 def test_a_loss_that_both_replicas_have_wrong_is_a_difference(factor: float) -> None:
     """Their mean and their sum are not tried: the loss of every rank is the global batch's."""
     ranks = [recorded(0, None, "fp64", loss=lambda x: factor * x) for _ in range(2)]
@@ -128,14 +128,12 @@ def test_a_gradient_is_judged_more_strictly_before_weights_have_moved(precision:
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", UP, "weight_token"])
-@pytest.mark.parametrize("bad", [nan, inf])
-def test_what_is_not_a_number_on_the_layout_is_never_equal(bad: float, what: str) -> None:
-    assert judged({what: add(bad)}).word == "DIFFERENT"
+def test_what_is_not_a_number_on_the_layout_is_never_equal(what: str) -> None:
+    assert judged({what: add(nan)}).word == judged({what: add(inf)}).word == "DIFFERENT"
 
 
-@pytest.mark.parametrize("bad", [nan, inf])
-def test_what_is_not_a_number_on_either_side_decides_nothing(bad: float) -> None:
-    verdict = judged({}, {"loss": fill(bad), "gradient": fill(nan), "norm": fill(nan)}, both=True)
+def test_what_is_not_a_number_on_either_side_decides_nothing() -> None:
+    verdict = judged({}, {"loss": fill(inf), "gradient": fill(nan), "norm": fill(nan)}, both=True)
     assert verdict.word == "UNDECIDED"
     assert verdict.sentence.startswith("the loss in step 2 is not finite on one process either")
 
@@ -161,32 +159,21 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
     assert "layers.0.mlp.up.weight is right and all before it are wrong" in verdict.hint
 
 
-@pytest.mark.parametrize(
-    "off, hint",
-    [
-        (
-            {"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)},
-            "backward pass: the loss is right and some before it are too",
-        ),
-        ({UP: add(1.0, 1)}, "backward pass: final_norm.bias is right and some before it are too"),
-        ({"gradient": lambda x: 2 * x}, "unscaled mean: it is 2 times that of one process"),
-        ({"gradient": lambda x: 1.5 * x}, "wrong divisor: it is 1.5 times"),
-        ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4: all"),
-        ({"gradient_final": lambda x: x / 2}, "wrong divisor: it is 0.5 times"),
-        ({"loss": add(1.0)}, "forward pass: it is 5 in place of 4"),
-        ({"norm": fill(0.5)}, "norm: it is 0.5 in place of 1: the gradients are right; it is no sum"),
-    ],
-)
-def test_the_pattern_of_differences_names_the_suspect(off: dict[str, Change], hint: str) -> None:
-    assert judged(off).hint.startswith(hint)
-
-
 def test_weights_are_judged_in_units_of_the_learning_rate() -> None:
     """Two steps of 0.1."""
     assert judged({}, {"weight_token": add(0.2 * 0.9e-5)}).equal
     assert (
         "(updated weight, step 2, off by 1.5 of what it moved)"
         in judged({}, {"weight_token": add(0.3)}).sentence
+    )
+
+
+def test_the_suspect_is_named() -> None:
+    """As tests/verify/test_patterns.py and test_hypotheses.py name causes."""
+    assert judged({"gradient": lambda x: 2 * x}).hint.startswith("unscaled mean: it is 2 times")
+    assert judged({"loss": add(1.0)}).hint.startswith("forward pass: it is 5 in place of 4")
+    assert judged({UP: add(1.0, 1)}).hint.startswith(
+        "backward pass: final_norm.bias is right and some before"
     )
 
 
