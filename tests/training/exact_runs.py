@@ -1,8 +1,10 @@
 """Runs of exact=8, by words, and the digest of their weights and moments at a layout."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -158,41 +160,133 @@ def move(ctx: ParallelContext, spec: PretrainConfig, before: Path | None, out: P
     return save(trainer, out), shards_of(trainer)
 
 
-BERT = "bert fp32 post dropout pairs"
-CASES: list[tuple[str, Layout]] = [
-    ("gpt2 fp32", {"dp": 2, "zero": 2, "recompute": "selective"}),
-    ("bert bf16 muon", {"pp": 2, "vp": 2, "dp": 2, "zero": 2, "recompute": "full"}),
-    ("gpt2 fp32", {"tp": 2}),
-    ("gpt2 bf16 dropout", {"pp": 2, "pipeline": "gpipe", "recompute": "full"}),
-    ("llama fp32 muon", {"tp": 2, "sequence_parallel": True, "pp": 2, "vp": 2, "recompute": "selective"}),
-    (BERT, {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 3, "recompute": "full"}),
-    ("roberta bf16 post", {"tp": 2, "sequence_parallel": True, "pp": 2, "pipeline": "zb_h1", "dp": 2}),
-    ("gpt2 fp64 muon pairs", {"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2, "zero": 2}),
-    ("llama bf16", {"pp": 2, "pipeline": "zb_h1", "dp": 2, "zero": 2, "recompute": "selective"}),
-    ("llama fp64 lora", {"tp": 4, "sequence_parallel": True, "dp": 2, "zero": 3}),
-    ("gpt2 bf16 lora dropout", {"pp": 2, "vp": 2, "dp": 4, "zero": 2}),
-    ("gpt2 fp16", {"tp": 4, "dp": 2}),
-    ("bert fp64 lora post", {"tp": 8, "sequence_parallel": True}),
-    ("llama fp32 muon", {"dp": 8, "zero": 3}),
-    # experts
-    ("mixtral bf16", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True}),
-    ("qwen2_moe fp32", {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),
-    ("deepseek bf16", {"pp": 2, "dp": 2, "ep": 2, "pipeline": "zb_h1"}),
-    ("mixtral fp32", {"pp": 2, "vp": 2, "dp": 2, "ep": 2, "recompute": "full"}),
-    ("deepseek bf16", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}),
-    ("qwen2_moe fp32", {"dp": 4, "ep": 2, "zero": 3}),
-    ("mixtral fp32 muon", {"tp": 2, "dp": 2, "ep": 2, "zero": 2}),
-    ("qwen3 fp32", {"tp": 4, "sequence_parallel": True}),
-    # split sequences
-    ("gpt2 fp32 long", {"cp": 4}),
-    ("mixtral fp32 long", {"cp": 2, "ep": 2}),
-    ("gpt2 bf16 dropout long", {"cp": 2, "dp": 2, "zero": 3}),
-    ("gemma3 bf16 long", {"cp": 2, "pp": 2, "pipeline": "zb_h1"}),
-    ("gemma2 fp32 long", {"cp": 4, "tp": 2}),
-    ("llama bf16 long lora", {"cp": 2, "tp": 2, "sequence_parallel": True}),
-    ("llama fp32 dropout long", {"cp": 2, "pp": 2, "vp": 2, "recompute": "selective"}),
-    ("deepseek bf16 long", {"cp": 2, "tp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True}),
-    ("qwen2_moe fp32 long", {"cp": 2, "pp": 2, "dp": 2, "ep": 2, "recompute": "full"}),
+RUNS = [
+    *("gpt2 fp32", "gpt2 bf16 dropout", "gpt2 fp64 muon pairs", "gpt2 fp16", "gpt2 bf16 lora dropout"),
+    *("llama fp32 muon", "llama bf16", "llama fp64 lora"),
+    *("bert fp32 post dropout pairs", "bert bf16 muon", "bert fp64 lora post", "roberta bf16 post"),
 ]
-"""Each model, dtype, optimizer and axis, and most pairs of them."""
-QUICK = {0, 1, 2, 14, 15, 22, 23}
+"""Runs that have one digest each; all models in half precision, float32 or float64 with either optimizer."""
+KEYS = ("tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "recompute")
+USUAL = dict(zip(KEYS, (1, False, 1, 1, "1f1b", 1, 0, "none"), strict=True))
+Case = tuple[str, Layout]
+
+
+def tries(run: str, layout: Layout) -> set[Any]:
+    """What a run at a layout tries: pairs of axes with its model, axes with itself, and pairs of values."""
+    used = [key for key, value in layout.items() if value != USUAL.get(key, 1)]
+    model = run.split()[0]
+    return {
+        *((model, *sorted(axes)) for axes in combinations(used, 2)),
+        *((run, axis) for axis in used),
+        *((key, layout[key]) for key in used),
+        *combinations(sorted(layout.items()), 2),
+    }
+
+
+def covering(candidates: Sequence[Case]) -> list[Case]:
+    """Some of the candidates, which try all that any does: each the most new, for the ranks that it takes."""
+    tried = [tries(*candidate) for candidate in candidates]
+    ranks = [math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp")) for _, layout in candidates]
+    missing, chosen = set().union(*tried), list[Case]()
+    while missing:
+        best = max(range(len(tried)), key=lambda n: len(tried[n] & missing) / math.sqrt(ranks[n]))
+        missing -= tried[best]
+        chosen.append(candidates[best])
+    return chosen
+
+
+def can_train(case: tuple[Any, ...]) -> bool:
+    """True for values of KEYS on two to eight ranks, which set nothing that they have no use for."""
+    tp, sequence_parallel, pp, vp, pipeline, dp, zero, _ = case
+    is_plain = vp == 1 and pipeline == "1f1b"
+    is_piped = vp == 1 or pipeline == "1f1b"
+    is_used = sequence_parallel <= (tp > 1) and (zero == 0 or (dp > 1 and (zero == 2 or pp == 1)))
+    return 2 <= tp * pp * dp <= 8 and is_used and (is_piped if pp > 1 else is_plain)
+
+
+LAYOUTS = [
+    dict(zip(KEYS, case, strict=True))
+    for case in product(
+        *((1, 2, 4), (False, True), (1, 2), (1, 2), ("1f1b", "gpipe", "zb_h1"), (1, 2, 4)),
+        *((0, 2, 3), ("none", "selective", "full")),
+    )
+    if can_train(case)
+]
+CASES: list[Case] = [
+    *covering([(run, layout) for run in RUNS for layout in LAYOUTS]),
+    *((run, {"tp": 8, "sequence_parallel": True}) for run in (RUNS[2], RUNS[8])),
+    *((run, {"dp": 8, "zero": 3}) for run in (RUNS[5], RUNS[11])),
+]
+MIXTURES = ["mixtral fp32", "deepseek bf16", "qwen2_moe fp32", "mixtral bf16"]
+MIXTURE_LAYOUTS: list[Layout] = [
+    {"dp": 2, "ep": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+    {"dp": 4, "ep": 2, "zero": 3},
+    {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True},
+    {"tp": 8},
+    {"tp": 4, "sequence_parallel": True},
+    {"dp": 8, "ep": 4},
+    {"dp": 4, "ep": 4},
+    {"pp": 2, "dp": 2, "ep": 2},
+    {"pp": 2, "dp": 2, "ep": 2, "pipeline": "zb_h1"},
+    {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True},
+    {"dp": 4, "ep": 2, "zero": 2},
+    {"dp": 2, "ep": 2, "recompute": "full"},
+    {"tp": 2, "dp": 2, "zero": 3},
+    {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "recompute": "selective"},
+]
+MIXTURE_CASES = covering(
+    [
+        *((run, {"tp": 4, "sequence_parallel": True}) for run in ("qwen3 fp32", "gemma3 fp32")),
+        *(("qwen3 bf16", a) for a in ({"tp": 8}, {"tp": 2, "dp": 2, "pp": 2}, {"dp": 4, "zero": 3})),
+        *(
+            (MIXTURES[(i + shift) % 4], layout)
+            for i, layout in enumerate(MIXTURE_LAYOUTS)
+            for shift in (0, 1)
+        ),
+    ]
+)
+LONG_LAYOUTS: list[Layout] = [
+    {"cp": 4},
+    {"cp": 2, "dp": 2, "zero": 3},
+    {"cp": 4, "dp": 2, "zero": 2},
+    {"cp": 2, "pp": 2, "pipeline": "zb_h1"},
+    {"cp": 2, "pp": 2, "dp": 2, "recompute": "full"},
+    {"cp": 2, "tp": 2, "pp": 2, "recompute": "selective", "sequence_parallel": True},
+    {"cp": 4, "tp": 2},
+    {"cp": 1, "tp": 4, "sequence_parallel": True},
+]
+LONG_MIXTURE_LAYOUTS: list[Layout] = [
+    {"cp": 2, "ep": 2},
+    {"cp": 2, "dp": 2, "ep": 4},
+    {"cp": 2, "tp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True},
+    {"cp": 2, "dp": 2, "ep": 2, "zero": 3},
+    {"cp": 2, "pp": 2, "ep": 2, "pipeline": "zb_h1"},
+    {"cp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "recompute": "full"},
+    {"cp": 2, "dp": 4, "ep": 4, "zero": 2},
+    {"cp": 2, "pp": 2, "dp": 2, "ep": 2, "recompute": "selective"},
+]
+LONG_CASES: list[Case] = [
+    (f"{runs[i % len(runs)]} long", layout)
+    for runs, layouts in (
+        (["gpt2 fp32", "gpt2 bf16 dropout"], LONG_LAYOUTS),
+        (
+            [
+                *("gemma3 bf16", "gemma2 fp32", "llama bf16"),
+                *("gemma3 fp32", "gemma2 bf16 dropout", "llama fp32 dropout"),
+            ],
+            LONG_LAYOUTS,
+        ),
+        (MIXTURES, LONG_MIXTURE_LAYOUTS),
+    )
+    for i, layout in enumerate(layouts)
+]
+OTHER_CASES: list[Case] = [
+    *((f"mixtral {dtype}", {"pp": 2, "vp": 2, "dp": 2, "ep": 2}) for dtype in ("fp32", "fp64")),
+    *((f"llama {dtype} long", {"cp": 2, "pp": 2, "vp": 2}) for dtype in ("bf16", "fp64")),
+    *(
+        (f"llama bf16 long {word}", {"cp": 2, "tp": 2, "sequence_parallel": True})
+        for word in ("muon", "lora")
+    ),
+    ("mixtral fp32 muon", {"tp": 2, "dp": 2, "ep": 2, "zero": 2}),
+]
