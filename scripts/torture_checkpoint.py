@@ -271,12 +271,14 @@ def disk_full(trial: Trial) -> None:
         print("disk full: not tried, as no file system can be mounted here")
         return
     try:
-        job, filler = trial.saving(STEPS), trial.out / "filler"
+        job, filler = trial.saving(STEPS - 1), trial.out / "filler"
+        job.send(signal.SIGSTOP, pids := job.pids())  # or a busy machine ends the run before the disk is full
         with open(filler, "ab", buffering=0) as file:
             while job.process.poll() is None:
                 try:
                     file.write(bytes(4096))
                 except OSError:
+                    job.send(signal.SIGCONT, pids)
                     time.sleep(0.005)
         trial.must_fail(job, "No space left on device")
         filler.unlink()
