@@ -29,6 +29,8 @@ ATTEMPTS = 4
 """Times that a task may lose its worker or node before the build ends."""
 QUEUED = 64
 """Tasks given to Ray at a time, at least: they show an autoscaler what is wanted."""
+DOUBTED = "?"
+"""Node of a task that had told of none when a node was found dead."""
 LOOK_S, NODE_S = 5.0, 300.0
 """Seconds after which nodes are looked at if no task ends, and that a build waits for a node with a core."""
 
@@ -55,7 +57,9 @@ class RayExecutor:
     def __init__(self, address: str | None, workers: int | None, screen: Console) -> None:
         self.address, self.workers, self.screen = address, workers, screen
         self._running = dict[Any, tuple[int, str]]()
-        """Of each generator its task and the id of its node, "" before it has one."""
+        """Of each generator its task and the id of its node: "" before it has told, or DOUBTED."""
+        self._dead = set[str]()
+        """Ids of the nodes that were found dead."""
         self._progress = time.monotonic()
         """Time at which a task last reported, or a node had a core."""
         self._lost = Counter[str]()
@@ -90,6 +94,9 @@ class RayExecutor:
             try:
                 if not ready:
                     ray.cancel(values, force=True)
+                    if node_id == DOUBTED:
+                        waiting.append(task)
+                        continue
                     raise errors.NodeDiedError(node_id)
                 value, self._progress = ray.get(next(values)), time.monotonic()
             except crashes as error:
@@ -124,7 +131,11 @@ class RayExecutor:
             lost = ", ".join(sorted(set(dead.values()))) or "none"
             problem = f"no node with a core for {NODE_S:.0f} s in stage {stage.name}, lost: {lost}"
             raise executor_error(problem, "start one, and run this again: finished tasks are kept")
-        return next((values for values, (_, node) in self._running.items() if node in dead), None)
+        if dead.keys() - self._dead:
+            # of a task that a node had not begun as it froze Ray waits for the node
+            self._dead |= dead.keys()
+            self._running = {v: (task, node or DOUBTED) for v, (task, node) in self._running.items()}
+        return next((v for v, (_, node) in self._running.items() if node in dead or node == DOUBTED), None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for values in self._running:
