@@ -113,7 +113,7 @@ BUGS = (
         for trainer in ("plain_trainer", "gqa_trainer")
         for name, (axis, cause) in bugs_of(trainer).items()
     ),
-    ("core", "label_smoothing", TP, "several operations"),
+    ("core", "label_smoothing", TP, "another number"),
     ("core", "gathered_logits", TP, "gathered logits in a split loss"),
     ("core", "mean_of_local_means", DP, "ranks weighed unequally"),
     # its PipelineParallel draws weights of attention and MLPs anew: every tp rank's shards from one seed
