@@ -39,7 +39,6 @@ def write_llama(
 
 
 def conversation(draw: random.Random) -> dict[str, Any]:
-    """One or two turns of a few words."""
     messages = []
     for role in ("user", "assistant") * draw.randint(1, 2):
         messages.append({"role": role, "content": " ".join(draw.choices(WORDS[:20], k=draw.randint(1, 7)))})

@@ -54,7 +54,6 @@ def shipped(name: str, **changes: Any) -> TaskConfig:
 
 
 def pairs(**changes: Any) -> TaskConfig:
-    """A task of one's own: two texts and two labels."""
     values = {"name": "mine", "columns": ["first", "second"], "labels": ["no", "yes"]}
     return build(TaskConfig, values | changes)
 
@@ -62,7 +61,6 @@ def pairs(**changes: Any) -> TaskConfig:
 def split_of(
     folder: Path, task: TaskConfig, records: Iterable[Mapping[str, Any]], name: str = "train"
 ) -> TaskSplit:
-    """These records as a split, by way of a file."""
     return read_split(task, name, path=str(write_rows(folder / f"{name}.jsonl", records)))
 
 
@@ -121,7 +119,6 @@ def bert() -> Tokenizer:
 
 @cache
 def their_bert() -> BertTokenizerFast:
-    """The one of transformers, of the same vocabulary."""
     tokenizer = BertTokenizerFast.from_pretrained(str(_vocabulary().parent))
     assert len(tokenizer) == bert().vocab_size
     return tokenizer
@@ -141,17 +138,14 @@ def _roberta() -> Path:
 
 @cache
 def roberta() -> Tokenizer:
-    """Our tokenizer of a RoBERTa."""
     return Tokenizer.load(_roberta())
 
 
 @cache
 def their_roberta() -> RobertaTokenizer:
-    """The one of transformers, of the same files."""
     return RobertaTokenizer.from_pretrained(str(_roberta()))
 
 
 @cache
 def gpt2() -> Tokenizer:
-    """Our byte-level tokenizer."""
     return train_bpe([VOCABULARY] * 9, 320)

@@ -85,7 +85,6 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0, *, recor
 
 
 def task_of(kind: str) -> TaskConfig:
-    """A task of a kind."""
     match kind:
         case "classification":
             return pairs(labels=["no", "yes", "maybe"], **CHANGES)
@@ -162,7 +161,6 @@ def finetuning(folder: Path, kind: str = "classification", **changes: Any) -> Fi
 
 
 def evaluation(folder: Path, kind: str = "classification", **changes: Any) -> EvalTaskConfig:
-    """`mlm eval TASK` on what `finetuning` wrote."""
     data = {"path": str(folder / kind)} | changes.pop("data", {})
     values: dict[str, Any] = {
         "ckpt": str(folder / "out"),
@@ -196,7 +194,6 @@ def read(path: Path) -> Any:
 
 
 def records(out: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind in a run's metrics.jsonl."""
     return [line for line in json_lines(out / "metrics.jsonl") if line["kind"] == kind]
 
 
@@ -216,7 +213,6 @@ def check_layout(config: FinetuneConfig, alone: Path) -> None:
 
 
 def check_same_run(out: Path, whole: Path) -> None:
-    """A run like the undisturbed one, bit for bit."""
     one, other = (read(run / "result.json") for run in (out, whole))
     for key in ("scores", "best_step", "steps", "depends_on"):
         assert one[key] == other[key]

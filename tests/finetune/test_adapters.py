@@ -103,12 +103,6 @@ def test_another_base_is_rejected(folder: Path, tmp_path: Path) -> None:
         open_source(str(tmp_path / "out"))
 
 
-def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) -> None:
-    lora = replace(LORA, targets=("q_proj", "proj"))
-    (problem,) = training.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
-    assert problem.startswith('lora.targets=["q_proj","proj"]: no layer is named proj; use ')
-
-
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:
     model = open_source(str(folder / "llama")).config.model
     made = PipelinedModel(model, ParallelConfig(), PrecisionConfig(dtype="bf16"), ParallelContext(), LORA)

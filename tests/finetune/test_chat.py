@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import transformers
 from mlm.cli import main
 from mlm.finetune import training
 from mlm.finetune.batches import ExampleOrder
-from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig, TaskConfig
+from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig
 from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, held_out_part, read_split
@@ -30,7 +29,6 @@ from tests.finetune.material import TALK, write_rows
 from tests.finetune.runs import GPT2, check_layout, finetune, json_lines, losses, read, weights, write_model
 from tests.slow import slow_but
 
-STEPS = 10
 SHORT = {"epochs": 1, "global_batch_size": 8}
 
 
@@ -43,7 +41,6 @@ def folder(chats: Path) -> Path:
 
 
 def evaluation(config: FinetuneConfig) -> TokenizedSplit:
-    """The training conversations of a run."""
     return tokenize_split(config.task, read_splits(config)[config.task.train], read_start(config))
 
 
@@ -68,7 +65,7 @@ def test_losses_equal_a_plain_loop_of_transformers(folder: Path, kind: str) -> N
         model.parameters(), lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=0.0
     )
     found = []
-    for step in range(STEPS):
+    for step in range(10):
         sums, count = torch.zeros(()), 0
         for number in order.batch(step):
             said = tokenizer.apply_chat_template(
@@ -144,35 +141,30 @@ def test_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: s
     torch.testing.assert_close(best_split, best_whole, rtol=1e-7, atol=1e-9)
 
 
-def part_of(task: TaskConfig, name: str, file: str) -> TaskSplit:
-    return held_out_part(task, read_split(task, name, path=file), file)
+def test_single_file_holds_out_the_share_of_its_conversations_that_was_typed(tmp_path: Path) -> None:
+    """0.575 * 100 is 57.49999999999999, and 57.5 rounds to even."""
 
+    def part_of(name: str, file: Path, share: float = 0.1) -> TaskSplit:
+        task = chat_task(held_out=share)
+        return held_out_part(task, read_split(task, name, path=str(file)), str(file))
 
-def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [{**TALK[0], "content": str(n % 30)}, TALK[1]]} for n in range(40)]
-    file = str(write_rows(tmp_path / "conversations.jsonl", rows))
-    task = chat_task(held_out=0.1)
-    train, held = (part_of(task, name, file) for name in ("train", "validation"))
+    file = write_rows(tmp_path / "conversations.jsonl", rows)
+    train, held = (part_of(name, file) for name in ("train", "validation"))
     mine, others = ({row.texts for row in split.rows} for split in (train, held))
     assert len(others) == 3  # of 30 distinct ones
     assert not mine & others
     assert len(train) + len(held) == 40
-    again = part_of(task, "validation", str(write_rows(tmp_path / "other.jsonl", rows[::-1])))
+    again = part_of("validation", write_rows(tmp_path / "other.jsonl", rows[::-1]))
     assert {row.texts for row in again.rows} == others
     assert held.note == f"{file}: {len(held)} of 40 conversations are validation"
-
-
-def test_share_held_out_is_that_of_the_decimal_as_typed(tmp_path: Path) -> None:
-    """0.575 * 100 is 57.49999999999999, and 57.5 rounds to even."""
     rows = [{"messages": [{**TALK[0], "content": str(n)}, TALK[1]]} for n in range(100)]
-    file = str(write_rows(tmp_path / "conversations.jsonl", rows))
-    assert len(part_of(chat_task(held_out=0.575), "validation", file)) == 58
+    assert len(part_of("validation", write_rows(file, rows), 0.575)) == 58
 
 
 def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of both without the rows that cannot be read, where these are to be skipped."""
     file, out = shutil.copy(folder / "chat/train.jsonl", tmp_path / "talks.jsonl"), tmp_path / "out"
     with open(file, "a") as f:
         f.write('{"messages": []}\n')
@@ -205,7 +197,6 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
 
 
 def problem_of(config: FinetuneConfig) -> str:
-    """The one problem of its preflight, or of making its examples."""
     problems = training.preflight(config)
     if not problems:
         with pytest.raises(UserError) as error:
@@ -216,51 +207,18 @@ def problem_of(config: FinetuneConfig) -> str:
     return problems[0]
 
 
-@pytest.mark.parametrize(
-    "messages, problem",
-    [
-        ([{**TALK[0], "role": "tool"}, TALK[1]], "chat_template fails (no tools)"),
-        ([TALK[0], {**TALK[1], "content": ""}], "renders its answers as no text"),
-    ],
-)
-def test_conversation_that_a_template_rejects_is_named_by_file_and_line(
-    tmp_path: Path, messages: Any, problem: str
-) -> None:
+def test_conversation_whose_answers_a_template_leaves_out_is_named_by_file_and_line(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-        "{{ m.role + ':' }}{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
-        "{% endfor %}"
+        "{% for m in messages %}{{ m.role + ':' }}"
+        "{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}{% endfor %}"
     )
+    rows = [{"messages": TALK}, {"messages": [TALK[0], {**TALK[1], "content": ""}]}]
     write_llama(tmp_path / "llama", template)
-    rows = [{"messages": TALK}, {"messages": messages}]
     write_rows(tmp_path / "chat" / "train.jsonl", rows)
     write_rows(tmp_path / "chat" / "validation.jsonl", rows[:1])
     found = problem_of(chatting(tmp_path))
     assert found.startswith(f"{tmp_path / 'chat' / 'train.jsonl'}:2: ")
-    assert problem in found
-
-
-def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_path: Path) -> None:
-    question, answer = (message["content"] for message in TALK)
-    forms: list[dict[str, Any]] = [
-        {"messages": TALK},
-        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
-        {"conversations": TALK},
-        {"prompt": question, "completion": answer},
-        {"messages": None, "conversations": None, "prompt": question, "completion": answer},
-        {"messages": [{**said, "content": [{"type": "text", "text": said["content"]}]} for said in TALK]},
-    ]
-    write_rows(tmp_path / "train.jsonl", forms)
-    write_rows(tmp_path / "validation.jsonl", forms)
-    examples = evaluation(chatting(folder, data={"path": str(tmp_path)})).examples
-    said = theirs(folder / "llama").apply_chat_template(
-        TALK, return_dict=True, return_assistant_tokens_mask=True
-    )
-    ids, masks = said["input_ids"], said["assistant_masks"]
-    scored = [id if wanted else -100 for id, wanted in zip(ids, masks, strict=True)]
-    for example in examples:
-        assert example.texts[0].tokens.tolist() == ids
-        assert list(example.label) == [*scored[1:], -100]
+    assert "renders its answers as no text" in found
 
 
 REJECTS = (
@@ -270,34 +228,26 @@ REJECTS = (
 )
 
 
-@pytest.fixture
-def rejecting(tmp_path: Path) -> FinetuneConfig:
-    """Rows: a template rejects three, one cannot be read, two are good, one of them without its null."""
+def test_rows_that_cannot_be_read_or_rendered_are_problems_together_or_skipped_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template rejects three, one cannot be read, two are good, one of them without its null."""
     write_llama(tmp_path / "llama", REJECTS)
     bad = {"messages": [{**TALK[0], "content": "no"}, TALK[1]]}
     tools = {"messages": TALK, "tools": [{"name": "f", "strict": None}]}
     rows = [bad, {"messages": TALK}, bad, {"messages": TALK[:1]}, bad, tools]
-    write_rows(tmp_path / "chat" / "train.jsonl", rows)
+    file = write_rows(tmp_path / "chat" / "train.jsonl", rows)
     write_rows(tmp_path / "chat" / "validation.jsonl", rows[1:2])
-    return chatting(tmp_path, train=SHORT)
-
-
-def test_problems_of_rendering_are_listed_with_those_of_reading(rejecting: FinetuneConfig) -> None:
-    found = training.preflight(rejecting)
+    config = chatting(tmp_path, train=SHORT)
+    found = training.preflight(config)
     assert [line.split(": ")[0].rpartition(":")[2] for line in found] == ["4", "1", "3", "5"]
     assert "has no message of the assistant" in found[0]
     assert all("chat_template fails (no such talk)" in line for line in found[1:])
     assert found[-1].endswith("; data.bad_rows=skip leaves such rows out")
 
-
-def test_bad_rows_are_skipped_listed_and_recorded(
-    rejecting: FinetuneConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = replace(rejecting, data=replace(rejecting.data, bad_rows="skip"))
+    config = replace(config, data=replace(config.data, bad_rows="skip"))
     assert len(evaluation(config).examples) == 2
-    finetune(config)
-    notes = read(Path(config.out) / "result.json")["notes"]
-    file = Path(str(config.data.path), "train.jsonl")
+    notes = finetune(config)["notes"]
     skipped = [note for note in notes if note.startswith("skipped ")]
     assert [note.split(": ")[0] for note in skipped] == [f"skipped {file}:{line}" for line in (4, 1, 3, 5)]
     assert f"{config.data.path}: 4 rows of train skipped (data.bad_rows=skip)" in notes
@@ -324,10 +274,11 @@ def test_base_without_a_template_trains_with_the_built_in_one(
     assert line in capsys.readouterr().out
 
 
-def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> None:
+def test_template_is_needed_and_may_be_given_to_a_model_that_reads_from_left_to_right(
+    folder: Path, tmp_path: Path
+) -> None:
     write_llama(tmp_path / "llama", None)
-    config = chatting(folder, out=str(tmp_path / "out"), train=SHORT)
-    config = replace(config, ckpt=str(tmp_path / "llama"))
+    config = chatting(folder, ckpt=str(tmp_path / "llama"), out=str(tmp_path / "out"), train=SHORT)
     found = problem_of(config)
     assert found.startswith(f"data.chat_template=null: {tmp_path / 'llama'} holds no chat template")
     file = tmp_path / "chatml.jinja"
@@ -335,14 +286,10 @@ def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> No
     config = replace(config, data=replace(config.data, chat_template=str(file)))
     finetune(config)
     file.write_text(CHATML + "{# other #}")  # a run that resumes keeps its template
-    (problem,) = training.preflight(config)
-    assert "another chat template" in problem
-
-
-def test_model_that_reads_both_ways_is_rejected(folder: Path, tmp_path: Path) -> None:
+    assert "another chat template" in problem_of(config)
     write_model(tmp_path / "bert")
-    config = replace(chatting(folder), ckpt=str(tmp_path / "bert"), out=str(tmp_path / "out"))
-    assert "does not read from left to right" in problem_of(config)
+    bert = chatting(folder, ckpt=str(tmp_path / "bert"), out=str(tmp_path / "other"))
+    assert "does not read from left to right" in problem_of(bert)
 
 
 def test_conversations_are_packed_in_as_few_sequences_as_first_fit_finds() -> None:

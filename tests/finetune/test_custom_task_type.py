@@ -50,7 +50,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(folder: Path, *words: str) -> int:
-    """Run `mlm WORDS` with the user's YAML."""
     given = [f"--config-dir={folder / 'conf'}", f"data.path={folder / 'rows'}", "dist.device=cpu"]
     return main([*words, *given])
 

@@ -32,7 +32,6 @@ KINDS = ("classification", "span")
 
 @pytest.fixture(scope="module")
 def folder(folder: Path) -> Path:
-    """A finetuned run of two kinds, `out-KIND`."""
     for kind in KINDS:
         finetune(finetuning(folder, kind, out=str(folder / f"out-{kind}")))
     return folder
@@ -76,7 +75,6 @@ def test_accuracy_has_the_standard_error_of_lm_eval(
     [
         ("classification", 3, ParallelConfig(tp=2)),
         slow(("span", 2, ParallelConfig(pp=2, vp=2))),
-        slow(("span", 1, ParallelConfig(dp=3))),
     ],
 )
 def test_predictions_do_not_depend_on_layout_and_batch_size(
@@ -97,7 +95,6 @@ def test_predictions_do_not_depend_on_layout_and_batch_size(
 def test_a_split_without_labels_is_predicted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the receipt, unless a folder is named."""
     receipt = score(of(folder, "classification", tmp_path / "eval.json", split="test"))
     (entry,) = receipt["results"]
     assert (entry["metrics"], entry["has_labels"]) == ({}, False)
@@ -110,52 +107,47 @@ def test_a_split_without_labels_is_predicted(
     assert named["results"][0]["predictions"] == [str(tmp_path / "a/test.tsv")]
 
 
-class TestRefused:
-    """Contradictions, in one line before any rank starts."""
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("bert", {}, "{} was not finetuned on a task: finetune it first, with `mlm finetune mine {}`"),
+        ("out-span", {}, "{} was finetuned on squad, not on mine: use `mlm eval squad`"),
+        (
+            "out-classification",
+            {"labels": ("no", "yes")},
+            "{} has a head for 3 outputs per text, which is not that of task mine: finetune it first, "
+            "with `mlm finetune mine {}`",
+        ),
+        (
+            "out-classification",
+            {"labels": ("a", "b", "c")},
+            'task.labels=["a","b","c"]: {} was finetuned with ["no","yes","maybe"]; use '
+            'task.labels=["no","yes","maybe"]',
+        ),
+    ],
+)
+def test_another_task_or_other_settings_are_rejected(
+    folder: Path, name: str, changes: dict[str, Any], problem: str
+) -> None:
+    ckpt = folder / name
+    config = evaluation(folder, ckpt=str(ckpt), task=replace(task_of("classification"), **changes))
+    assert evaluate.preflight(config) == [problem.format(f"ckpt={ckpt}", f"ckpt={ckpt}")]
 
-    @pytest.mark.parametrize(
-        ("name", "changes", "problem"),
-        [
-            ("bert", {}, "{} was not finetuned on a task: finetune it first, with `mlm finetune mine {}`"),
-            ("gpt2", {}, "{} was not finetuned on a task: finetune it first, with `mlm finetune mine {}`"),
-            ("out-span", {}, "{} was finetuned on squad, not on mine: use `mlm eval squad`"),
-            (
-                "out-classification",
-                {"labels": ("no", "yes")},
-                "{} has a head for 3 outputs per text, which is not that of task mine: finetune it first, "
-                "with `mlm finetune mine {}`",
-            ),
-            (
-                "out-classification",
-                {"labels": ("a", "b", "c")},
-                'task.labels=["a","b","c"]: {} was finetuned with ["no","yes","maybe"]; use '
-                'task.labels=["no","yes","maybe"]',
-            ),
-        ],
-    )
-    def test_another_task_or_other_settings(
-        self, folder: Path, name: str, changes: dict[str, Any], problem: str
-    ) -> None:
-        ckpt = folder / name
-        config = evaluation(folder, ckpt=str(ckpt), task=replace(task_of("classification"), **changes))
-        assert evaluate.preflight(config) == [problem.format(f"ckpt={ckpt}", f"ckpt={ckpt}")]
 
-    def test_rows_of_a_later_split_are_looked_at_too(self, folder: Path, tmp_path: Path) -> None:
-        rows = write_data(tmp_path / "classification", "classification") / "validation.jsonl"
-        rows.write_text(rows.read_text() + '{"first": "a", "second": "", "label": 1}\n')
-        config = of(folder, "classification", tmp_path / "e.json", data={"path": str(rows.parent)})
-        assert evaluate.preflight(config) == [
-            f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true; "
-            "data.bad_rows=skip leaves such rows out"
-        ]
+def test_bad_rows_are_found_before_any_rank_starts(folder: Path, tmp_path: Path) -> None:
+    rows = write_data(tmp_path / "classification", "classification") / "validation.jsonl"
+    rows.write_text(rows.read_text() + '{"first": "a", "second": "", "label": 1}\n')
+    config = of(folder, "classification", tmp_path / "e.json", data={"path": str(rows.parent)})
+    assert evaluate.preflight(config) == [
+        f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true; "
+        "data.bad_rows=skip leaves such rows out"
+    ]
 
 
 GLUE = {
     "cola": (["sentence"], 1, "CoLA.tsv", "1"),
-    "stsb": (["sentence1", "sentence2"], 3.14159, "STS-B.tsv", "3.142"),
     "stsb, too large": (["sentence1", "sentence2"], 5.2, "STS-B.tsv", "5.000"),
     "stsb, too small": (["sentence1", "sentence2"], -0.3, "STS-B.tsv", "0.000"),
-    "qnli": (["question", "sentence"], 1, "QNLI.tsv", "not_entailment"),
     "rte": (["sentence1", "sentence2"], 0, "RTE.tsv", "entailment"),
 }
 
@@ -178,14 +170,11 @@ def test_glue_tables_are_as_the_benchmark_takes_them(tmp_path: Path, case: str) 
     assert path.read_text() == f"index\tprediction\n0\t{text}\n1\t{text}\n"
 
 
-def test_race_is_answers_by_question(tmp_path: Path) -> None:
+def test_race_and_squad_are_answers_by_question(tmp_path: Path) -> None:
     found = [Prediction("high7.txt-0", 3), Prediction("high7.txt-1", 0)]
     (path,) = written(tmp_path, shipped("race"), [RACE, RACE], found, "test")
     assert path.name == "test.json"
     assert json.loads(path.read_text()) == {"high7.txt-0": "D", "high7.txt-1": "A"}
-
-
-def test_squad_is_texts_by_question(tmp_path: Path) -> None:
     (path,) = written(tmp_path, shipped("squad_v2"), [SQUAD], [Prediction("q1", "café")], "validation")
     assert path.name == "validation.json"
     assert json.loads(path.read_text()) == {"q1": "café"}

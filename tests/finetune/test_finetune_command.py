@@ -29,64 +29,63 @@ min_steps: 0
 """
 
 
-class TestSeeds:
-    """seeds=3."""
+def seeded(folder: Path, out: Path, **changes: Any) -> FinetuneConfig:
+    return finetuning(folder, out=str(out), seed=5, seeds=3, train={"epochs": 1}, **changes)
 
-    def config(self, folder: Path, out: Path, **changes: Any) -> FinetuneConfig:
-        return finetuning(folder, out=str(out), seed=5, seeds=3, train={"epochs": 1}, **changes)
 
-    def test_each_has_a_folder_and_the_medians_are_reported(
-        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        result = finetune(self.config(folder, tmp_path))
-        assert result["seeds"] == [5, 6, 7]
-        each = [read(tmp_path / f"seed-{seed}/result.json") for seed in (5, 6, 7)]
-        assert result["results"] == each
-        values = sorted(one["scores"]["validation"]["accuracy"] for one in each)
-        assert result["medians"] == {"validation": {"accuracy": values[1]}}
-        assert len({tuple(losses(tmp_path / f"seed-{seed}")) for seed in (5, 6, 7)}) == 3
-        assert "median" in capsys.readouterr().out
+def test_each_seed_has_a_folder_and_the_medians_are_reported(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = finetune(seeded(folder, tmp_path))
+    assert result["seeds"] == [5, 6, 7]
+    each = [read(tmp_path / f"seed-{seed}/result.json") for seed in (5, 6, 7)]
+    assert result["results"] == each
+    values = sorted(one["scores"]["validation"]["accuracy"] for one in each)
+    assert result["medians"] == {"validation": {"accuracy": values[1]}}
+    assert len({tuple(losses(tmp_path / f"seed-{seed}")) for seed in (5, 6, 7)}) == 3
+    assert "median" in capsys.readouterr().out
 
-    @pytest.mark.slow
-    def test_continues_with_the_seed_that_is_not_done(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        begun, whole = [], training.finetune
 
-        def stopped(config: FinetuneConfig, *args: Any) -> Any:
-            begun.append(config.seed)
-            if config.seed == 6:
-                raise KeyboardInterrupt
-            return whole(config, *args)
+@pytest.mark.slow
+def test_a_run_of_seeds_continues_with_the_one_that_is_not_done(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, whole = [], training.finetune
 
-        monkeypatch.setattr(training, "finetune", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            training.run(self.config(folder, tmp_path), ParallelContext())
-        monkeypatch.setattr(training, "finetune", lambda c, *args: (begun.append(c.seed), whole(c, *args))[1])
-        assert len(finetune(self.config(folder, tmp_path))["results"]) == 3
-        assert begun == [5, 6, 6, 7]
+    def stopped(seeded: FinetuneConfig, *args: Any) -> Any:
+        begun.append(seeded.seed)
+        if seeded.seed == 6:
+            raise KeyboardInterrupt
+        return whole(seeded, *args)
 
-    def test_a_stop_at_the_end_of_one_begins_no_other(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        whole = training.FinetuneLoop.count
+    monkeypatch.setattr(training, "finetune", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(seeded(folder, tmp_path), ParallelContext())
+    monkeypatch.setattr(training, "finetune", lambda c, *args: (begun.append(c.seed), whole(c, *args))[1])
+    assert len(finetune(seeded(folder, tmp_path))["results"]) == 3
+    assert begun == [5, 6, 6, 7]
 
-        def count(self: training.FinetuneLoop) -> None:
-            whole(self)
-            if self.trainer.step == 3:  # of 3
-                self.stop.request(signal.SIGINT)
 
-        monkeypatch.setattr(training.FinetuneLoop, "count", count)
-        training.run(self.config(folder, tmp_path), ParallelContext())
-        assert [path.name for path in tmp_path.glob("seed-*/checkpoints/step-*")] == ["step-00000003"]
-        assert not (tmp_path / "seed-6").exists()
-        assert not (tmp_path / "result.json").exists()
+def test_a_stop_at_the_end_of_one_seed_begins_no_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = training.FinetuneLoop.count
+
+    def count(self: training.FinetuneLoop) -> None:
+        whole(self)
+        if self.trainer.step == 3:  # of 3
+            self.stop.request(signal.SIGINT)
+
+    monkeypatch.setattr(training.FinetuneLoop, "count", count)
+    training.run(seeded(folder, tmp_path), ParallelContext())
+    assert [path.name for path in tmp_path.glob("seed-*/checkpoints/step-*")] == ["step-00000003"]
+    assert not (tmp_path / "seed-6").exists()
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_a_task_of_ones_own_by_csv_on_the_command_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own columns and labels; predictions bear the labels' names."""
     (tmp_path / "my_configs/task").mkdir(parents=True)
     (tmp_path / "my_configs/task/reviews.yaml").write_text(REVIEWS)
     stars = ("good", "bad")
@@ -132,7 +131,6 @@ def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> N
 
 
 def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
-    """Until a run has logged a step."""
     end, file = time.monotonic() + 90, out / "metrics.jsonl"
     while not file.exists() or max((r["step"] for r in records(out, "step")), default=0) < step:
         assert process.poll() is None

@@ -34,8 +34,6 @@ Alone = Callable[[str, str], tuple[FinetuneConfig, list[Output]]]
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    """Settings and outputs of runs of one process, each done once."""
-
     @cache
     def run(kind: str, model: str) -> tuple[FinetuneConfig, list[Output]]:
         config = finetuning(folder, kind, ckpt=str(folder / model), out=str(folder / f"{kind}-{model}"))
@@ -45,7 +43,6 @@ def alone(folder: Path) -> Alone:
 
 
 def check_same(one: Path, other: Path, outputs: list[Output], others: list[Output]) -> None:
-    """Two runs, but for rounding."""
     np.testing.assert_allclose(losses(one), losses(other), rtol=0, atol=1e-9)
     torch.testing.assert_close(
         weights(one / "checkpoints"), weights(other / "checkpoints"), rtol=0, atol=1e-7

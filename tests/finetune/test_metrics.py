@@ -52,7 +52,6 @@ def test_scores_of_labels_are_those_worked_out_by_hand(tmp_path: Path, name: str
 
 
 def numbers() -> tuple[Any, Any]:
-    """Labels of STS-B, and predictions near them."""
     draw = np.random.default_rng(3)
     labels = draw.integers(0, 26, 40) / 5
     return labels, labels + draw.normal(size=40)
@@ -93,9 +92,6 @@ def test_scores_of_numbers_are_the_formulas(tmp_path: Path) -> None:
 @pytest.mark.parametrize("labels", [[1.0, 2.0, 3.0], [1.0]])
 def test_correlation_that_is_not_defined_is_zero(tmp_path: Path, labels: list[float]) -> None:
     assert set(scores(tmp_path, shipped("stsb"), labels, [2.5] * len(labels)).values()) == {0.0}
-
-
-# ----- SQuAD
 
 
 def normal(text: str) -> str:

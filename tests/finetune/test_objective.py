@@ -22,15 +22,11 @@ from mlm.parallel.sharding import load_full, parameter_shards
 
 VOCAB, ONE = 61, Axis("tp")
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_positions": 16, "vocab_size": VOCAB}
-NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-BERT = ModelConfig(**SHAPE, **NO_DROPOUT, kind="bert", norm="post", token_types=2, activation="gelu")
+SHAPE |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT = ModelConfig(**SHAPE, kind="bert", norm="post", token_types=2, activation="gelu")
 ROBERTA = replace(BERT, kind="roberta", token_types=1, max_positions=14, options={"position_offset": 2})
 DISTILBERT = replace(
-    BERT,
-    kind="roberta",
-    token_types=0,
-    layer_norm_eps=1e-12,
-    options={"pooler_activation": "relu"},
+    BERT, kind="roberta", token_types=0, layer_norm_eps=1e-12, options={"pooler_activation": "relu"}
 )
 OURS = {"Bert": BERT, "Roberta": ROBERTA, "DistilBert": DISTILBERT}
 HEADS = {
@@ -61,7 +57,6 @@ def batch_of(kind: str, model: str) -> TaskBatch:
 
 
 def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
-    """transformers' model with its loss and gradients."""
     name, head, num_labels = HEADS[kind]
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}

@@ -1,7 +1,6 @@
 """`Model.predict`: the answers of `mlm eval TASK`, and of `transformers` after an export, at any layout."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
-from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.cli.entry import main
-from mlm.finetune import predict as module
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import evaluation, finetune, finetuning, json_lines, read, score
 from tests.ranks import run_on_ranks
@@ -34,7 +31,6 @@ def folder(folder: Path) -> Path:
 
 
 def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
-    """Predictions that `mlm eval TASK` writes for the validation split."""
     files = {"out": str(out / "e.json"), "predictions": str(out / "predictions")}
     score(evaluation(folder, kind, ckpt=str(folder / f"out-{kind}"), **files))
     if kind == "span":
@@ -135,48 +131,36 @@ def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Pat
         assert row in card.text.splitlines()
 
 
-class TestBest:
-    """A finetuned run is its best checkpoint, to every command."""
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def paths(folder: Path) -> tuple[Path, Path, Path]:
-        """The run, its best checkpoint and its last one, of different steps."""
-        run = folder / "out-classification"
-        (best,), (last,) = ((run / name).glob("step-*") for name in ("best/checkpoints", "checkpoints"))
-        assert best.name < last.name
-        return run, best, last
-
-    def test_load_takes_it(self, paths: tuple[Path, Path, Path]) -> None:
-        run, best, last = paths
-        assert mlm.load(run, device="cpu").path == best
-        assert mlm.load(last, device="cpu").path == last
-        ours, theirs = (mlm.load(path, device="cpu").predict(PAIRS) for path in (run, last))
-        assert ours != theirs
-
-    @pytest.mark.parametrize("command", ["reshard", slow("export hf")])
-    def test_each_command_takes_it_and_says_so(
-        self, paths: tuple[Path, Path, Path], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        run, best, last = paths
-        note = f"note: {run} keeps its best checkpoint, which is taken: {best}; name a step-… for another"
-        for path, is_best in ((run, True), (last, False)):
-            out = tmp_path / path.name
-            words = [*command.split(), f"ckpt={path}", f"out={out}"]
-            assert main([*words, "verify=false"] if command == "export hf" else words) == 0
-            printed = "".join(capsys.readouterr().out.split())
-            assert (note.replace(" ", "") in printed) == is_best
-        if command == "reshard":
-            assert [p.name for p in (tmp_path / run.name / "checkpoints").glob("step-*")] == [best.name]
-        if command == "export hf":
-            found, want = (mlm.load(path, device="cpu").predict(PAIRS) for path in (tmp_path / run.name, run))
-            assert found[0]["probabilities"] == pytest.approx(want[0]["probabilities"], rel=1e-5)
+@pytest.fixture(scope="module")
+def paths(folder: Path) -> tuple[Path, Path, Path]:
+    run = folder / "out-classification"
+    (best,), (last,) = ((run / name).glob("step-*") for name in ("best/checkpoints", "checkpoints"))
+    assert best.name < last.name
+    return run, best, last
 
 
-def test_a_run_that_answers_messages_is_asked_by_chat() -> None:
-    config = SimpleNamespace(model=SimpleNamespace(head="language_model"))
-    manifest = SimpleNamespace(state={FINETUNING: {}})
-    trained: Any = SimpleNamespace(config=config, manifest=manifest, path=Path("run"))
-    none: Any = None
-    with pytest.raises(ValueError, match=r"run: was finetuned to answer messages; use chat\(messages\)"):
-        module.predict(trained, none, ["x"], batch_size=1)
+def test_a_run_is_its_best_checkpoint_to_load(paths: tuple[Path, Path, Path]) -> None:
+    run, best, last = paths
+    assert mlm.load(run, device="cpu").path == best
+    assert mlm.load(last, device="cpu").path == last
+    ours, theirs = (mlm.load(path, device="cpu").predict(PAIRS) for path in (run, last))
+    assert ours != theirs
+
+
+@pytest.mark.parametrize("command", ["reshard", slow("export hf")])
+def test_a_run_is_its_best_checkpoint_to_each_command_which_says_so(
+    paths: tuple[Path, Path, Path], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, best, last = paths
+    note = f"note: {run} keeps its best checkpoint, which is taken: {best}; name a step-… for another"
+    for path, is_best in ((run, True), (last, False)):
+        out = tmp_path / path.name
+        words = [*command.split(), f"ckpt={path}", f"out={out}"]
+        assert main([*words, "verify=false"] if command == "export hf" else words) == 0
+        printed = "".join(capsys.readouterr().out.split())
+        assert (note.replace(" ", "") in printed) == is_best
+    if command == "reshard":
+        assert [p.name for p in (tmp_path / run.name / "checkpoints").glob("step-*")] == [best.name]
+    if command == "export hf":
+        found, want = (mlm.load(path, device="cpu").predict(PAIRS) for path in (tmp_path / run.name, run))
+        assert found[0]["probabilities"] == pytest.approx(want[0]["probabilities"], rel=1e-5)

@@ -45,7 +45,6 @@ def pair(draw: random.Random) -> dict[str, Any]:
 
 
 def messages(row: dict[str, Any]) -> dict[str, Any]:
-    """The same as a conversation."""
     said = {key: [{"role": "assistant", "content": row[key].strip()}] for key in ("chosen", "rejected")}
     return {"prompt": [{"role": "user", "content": row["prompt"]}], **said}
 
@@ -189,7 +188,6 @@ def test_beside_adapters_the_frozen_base_is_the_reference(folder: Path, tmp_path
 
 
 def test_a_resumed_run_has_the_same_reference(folder: Path, tmp_path: Path) -> None:
-    """Taken from its first epoch on, it ends with the bits of the run that was not stopped."""
     config = preferring(
         folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=3, keep_last=9)
     )

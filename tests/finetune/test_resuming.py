@@ -31,13 +31,11 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def folder(folder: Path) -> Path:
-    """In `out` a run that nothing disturbed."""
     finetune(config_of(folder))
     return folder
 
 
 def config_of(folder: Path, **changes: Any) -> FinetuneConfig:
-    """A run that validates and saves after every step."""
     train = {"validate_every": 1} | changes.pop("train", {})
     return finetuning(folder, train=train, **changes)
 

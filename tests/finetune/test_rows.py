@@ -26,9 +26,6 @@ from tests.finetune.material import (
 ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
 
 
-# ----- forms of files
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -47,13 +44,6 @@ def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str)
     assert found.locations[1].startswith(f"{tmp_path / name}:")
 
 
-def test_rows_of_a_split_are_those_of_all_its_files(tmp_path: Path) -> None:
-    for n, row in enumerate(ROWS):
-        write_table(tmp_path / f"train-0000{n}-of-00002.jsonl", [row])
-    found = read_split(pairs(), "train", path=str(tmp_path))
-    assert found.digest == split_of(tmp_path / "one", pairs(), ROWS).digest
-
-
 def test_digest_of_scores_does_not_depend_on_bytes_per_number(tmp_path: Path) -> None:
     task = shipped("stsb")
     wanted = split_of(tmp_path / "a", task, [STS])
@@ -64,36 +54,25 @@ def test_digest_of_scores_does_not_depend_on_bytes_per_number(tmp_path: Path) ->
     assert read_split(task, "train", path=str(tmp_path)).digest == wanted.digest
 
 
-def test_digest_changes_with_text_label_and_order(tmp_path: Path) -> None:
-    first, second = ROWS
-    changed = [ROWS, ROWS[::-1], [first], [first | {"label": 0}, second], [first | {"first": "b"}, second]]
-    assert len({split_of(tmp_path / str(n), pairs(), rows).digest for n, rows in enumerate(changed)}) == 5
-
-
-def test_validation_is_found_as_dev(tmp_path: Path) -> None:
+def test_rows_of_a_split_are_those_of_its_parts_and_of_no_second_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "dev_matched.jsonl", [PAIR])
     assert len(read_split(pairs(), "validation_matched", path=str(tmp_path))) == 1
-
-
-def test_two_files_of_one_split_are_rejected(tmp_path: Path) -> None:
-    write_table(tmp_path / "train.jsonl", ROWS)
-    write_table(tmp_path / "train.csv", ROWS)
+    for n, row in enumerate(ROWS):
+        write_table(tmp_path / f"train-0000{n}-of-00002.jsonl", [row])
+    found = read_split(pairs(), "train", path=str(tmp_path))
+    first, second = ROWS
+    assert found.digest == split_of(tmp_path / "same", pairs(), ROWS).digest
+    changed = [ROWS[::-1], [first], [first | {"label": 0}, second], [first | {"first": "b"}, second]]
+    digests = {split_of(tmp_path / str(n), pairs(), rows).digest for n, rows in enumerate(changed)}
+    assert len(digests | {found.digest}) == 5
+    write_table(tmp_path / "same" / "train.csv", ROWS)
     with pytest.raises(UserError, match=r"both .*train\.jsonl and .*train\.csv hold the split train"):
-        read_split(pairs(), "train", path=str(tmp_path))
+        read_split(pairs(), "train", path=str(tmp_path / "same"))
 
 
 def test_labels_are_read_by_name_and_number(tmp_path: Path) -> None:
     rows = [PAIR | {"label": label} for label in ("yes", 1, "1", 1.0, "no", 0)]
     assert [row.label for row in split_of(tmp_path, pairs(), rows).rows] == [1, 1, 1, 1, 0, 0]
-
-
-def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
-    task = pairs(columns=["body"], label="topic", labels=["sport", "art", "law"], id=None)
-    split = split_of(tmp_path, task, [{"body": "a cat", "topic": "law"}, {"body": "a dog", "topic": 0}])
-    assert [(row.id, row.texts, row.label) for row in split.rows] == [
-        ("0", ("a cat",), 2),
-        ("1", ("a dog",), 0),
-    ]
 
 
 def test_rows_read_as_another_form_are_counted(tmp_path: Path) -> None:
@@ -112,9 +91,6 @@ def test_columns_of_a_file_are_read_by_the_names_of_the_task(tmp_path: Path) -> 
     found = read_split(shipped("preferences"), "train", path=str(path), columns=columns)
     assert found.digest == wanted.digest
     assert found.rows[0].changes == ("prompt read from the column ask, rejected read from the column worse",)
-
-
-# ----- RACE
 
 
 def race_folder(folder: Path, *subsets: str) -> Path:
@@ -136,7 +112,6 @@ def race_folder(folder: Path, *subsets: str) -> Path:
     "name, ids",
     [
         ("race", ["middle7.txt-0", "middle7.txt-1", "high7.txt-0", "high7.txt-1"]),
-        ("race_middle", ["middle7.txt-0", "middle7.txt-1"]),
         ("race_high", ["high7.txt-0", "high7.txt-1"]),
     ],
 )
@@ -165,9 +140,6 @@ def test_race_by_folders_as_on_the_hub(tmp_path: Path) -> None:
     assert len(read_split(shipped("race_high"), "test", path=str(tmp_path))) == 1
 
 
-# ----- SQuAD
-
-
 def test_squad_as_published(tmp_path: Path) -> None:
     qa = {"id": "q1", "question": SQUAD["question"], "answers": [{"text": "cat", "answer_start": 8}]}
     qas = [qa, qa | {"id": "q2", "answers": [], "is_impossible": True}]
@@ -177,17 +149,6 @@ def test_squad_as_published(tmp_path: Path) -> None:
     split = read_split(shipped("squad_v2"), "validation", path=str(tmp_path))
     assert [(row.id, row.label) for row in split.rows] == [("q1", (("cat", 8),)), ("q2", ())]
     assert split.locations[1].endswith("dev-v2.0.json:article 1 paragraph 1 question 2")
-
-
-def test_a_question_without_answers_needs_no_is_impossible(tmp_path: Path) -> None:
-    """As the Hub has SQuAD 2.0."""
-    none = SQUAD | {"id": "q2", "answers": {"text": [], "answer_start": []}}
-    split = split_of(tmp_path, shipped("squad_v2"), [SQUAD, none])
-    assert split.has_labels
-    assert split.rows[1].label == ()
-
-
-# ----- the Hub
 
 
 def test_hub_is_read_by_name_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ def test_the_task_is_read_from_the_run(folder: Path, tmp_path: Path, task: str, 
 def test_ones_own_yaml_stands_above_the_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it does not set is the run's."""
     yaml = tmp_path / "tasks/task/stars.yaml"
     yaml.parent.mkdir(parents=True)
     yaml.write_text("name: stars\ncolumns: [first, second]\nmetrics: [macro_f1]\n")
@@ -62,7 +61,6 @@ def test_ones_own_yaml_stands_above_the_run(
     ("task", "problem"),
     [
         ("other", "mlm eval: unknown task 'other'; the run was finetuned on stars"),
-        ("rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
         ("star", "mlm eval: unknown task 'star'; did you mean 'stars'?"),
     ],
 )

@@ -95,7 +95,6 @@ def test_question_is_cut_to_its_length(tmp_path: Path) -> None:
 
 
 def brute_force(task: Any, windows: list[Window], outputs: list[Any], context: str) -> str:
-    """The best answer of every pair of tokens, one by one."""
     best = ("", -np.inf)
     for window, scores in zip(windows, outputs, strict=True):
         for i, (begin, _) in enumerate(window.offsets):
@@ -130,23 +129,19 @@ def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path:
     assert found.value == "cat sat"
 
 
-@pytest.mark.parametrize("threshold, answered", [(0.0, False), (2.5, True)])
-def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
-    tmp_path: Path, threshold: float, answered: bool
+@pytest.mark.parametrize(
+    ("least", "threshold", "is_answered"),
+    [(1, 0, False), (1, 2.5, True), (-3, -6.5, False), (-3, -5.5, True)],
+)
+def test_no_answer_is_given_when_its_least_score_exceeds_the_best_by_the_threshold(
+    tmp_path: Path, least: float, threshold: float, is_answered: bool
 ) -> None:
-    task, split, windows = windows_of(tmp_path, question_rows(1), "squad_v2", null_threshold=threshold)
-    outputs = [np.zeros((len(w.texts[0]), 2), dtype=np.float32) for w in windows]
-    for output in outputs:
-        output[0] = 1.0  # no answer has 2, the best answer 0
-    found = SPAN.predict(task, split.rows[0], windows, outputs)
-    assert (found.value != "") == answered
-
-
-@pytest.mark.parametrize("threshold, answered", [(-6.5, False), (-5.5, True)])
-def test_least_null_score_over_the_windows_counts(tmp_path: Path, threshold: float, answered: bool) -> None:
+    """The least of the windows: no answer has twice that score, the best answer 0."""
     row = question_row(random.Random(1), 0, 60)
-    task, split, windows = windows_of(tmp_path, [row], "squad_v2", null_threshold=threshold)
+    task, split, windows = windows_of(tmp_path, [row], "squad_v2", null_threshold=float(threshold))
     assert len(windows) > 1
     outputs = [np.zeros((len(w.texts[0]), 2), dtype=np.float32) for w in windows]
-    outputs[1][0] = -3.0
-    assert (SPAN.predict(task, split.rows[0], windows, outputs).value != "") == answered
+    for output in outputs:
+        output[0] = max(least, 0)
+    outputs[1][0] = least
+    assert (SPAN.predict(task, split.rows[0], windows, outputs).value != "") == is_answered
