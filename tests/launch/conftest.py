@@ -14,14 +14,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may themselves run under a launcher."""
     for key in [key for key in os.environ if key.startswith("SLURM_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
         monkeypatch.delenv(key, raising=False)
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a job of jobs.py in a separate process, as a shell would start `mlm`."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(job: str, folder: Path, *before: str, **variables: str) -> subprocess.Popen[str]:

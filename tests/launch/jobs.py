@@ -23,8 +23,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 
-ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")
-
 
 def tell(config: GenerateConfig, ctx: ParallelContext, /, **facts: object) -> None:
     """Leave facts of this rank for the test, whole or not at all."""
@@ -45,7 +43,7 @@ def facts(config: GenerateConfig, ctx: ParallelContext) -> None:
         ctx,
         total=total.item(),
         threads=torch.get_num_threads(),
-        environment={key: os.environ.get(key) for key in ENVIRONMENT},
+        environment=dict(os.environ),
         config=[type(config).__name__, config.prompt, config.top_p],
         axes=[ctx.tp.size, ctx.pp.size, ctx.dp.size],
         world_size=ctx.world_size,
@@ -54,7 +52,6 @@ def facts(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def same_user_error(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """All ranks find the same mistake."""
     raise UserError("data.path=nowhere is missing: build it with `mlm data build`")
 
 
@@ -112,7 +109,6 @@ def never_save(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def wait(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """A job that saves nothing and hears no request."""
     tell(config, ctx)
     time.sleep(600)
 
@@ -130,7 +126,6 @@ def start(
     prompt: str = "two\nlines",
     saves: bool = True,
 ) -> int:
-    """Run a job of this module on CPU."""
     return run_job(
         f"tests.launch.jobs:{job}",
         GenerateConfig(

@@ -1,8 +1,10 @@
-"""Waits for what the ranks of a job of jobs.py tell, and for their end."""
+"""A port for a job, and waits for what the ranks of jobs.py tell and for their end."""
 
 import json
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,18 @@ def told(folder: Path, when: Callable[[dict[str, Any]], bool] = lambda facts: Tr
 def wait_gone(facts: list[dict[str, Any]]) -> None:
     """Return once no rank that told these facts is left."""
     end, pids = time.monotonic() + 10.0, [rank["pid"] for rank in facts]
-    while time.monotonic() < end:
-        if not any(map(_is_rank, pids)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"ranks {pids} are still there")
 
-
-def _is_rank(pid: int) -> bool:
-    try:
-        return b"mlm.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+    def is_rank(pid: int) -> bool:
+        with suppress(OSError):
+            return b"mlm.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
         return False
+
+    while any(map(is_rank, pids)):
+        assert time.monotonic() < end, f"ranks {pids} are still there"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

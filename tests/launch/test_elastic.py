@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch.conftest import ROOT
+
 RUN = [
     *("model=gpt2_tiny", "data=synthetic", "data.seq_length=16", "train.steps=100000", "tp=2"),
     *("train.global_batch_size=4", "train.micro_batch_size=4", "train.validate_every=0"),
@@ -53,13 +54,11 @@ def test_a_killed_rank_restarts_the_job_where_it_was(tmp_path: Path) -> None:
 
 
 def records(out: Path) -> list[dict[str, object]]:
-    """The whole lines of the run's history."""
     text = (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_for_step(out: Path, job: "subprocess.Popen[bytes]", *, runs: int, after: int) -> int:
-    """Wait for a step beyond `after` in the run that was started `runs` times."""
     end = time.monotonic() + 100
     while time.monotonic() < end:
         assert job.poll() is None, (out.parent / "log").read_text()
@@ -72,7 +71,6 @@ def wait_for_step(out: Path, job: "subprocess.Popen[bytes]", *, runs: int, after
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the ranks, in rank order."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     found = {}
     for pid in map(int, children):

@@ -16,7 +16,6 @@ from mlm.util.errors import UserError
 from tests.launch.conftest import ROOT
 
 HOSTS = {"node1": "10.0.0.1", "debian": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
-ALONE_IN_A_NAMESPACE = ("unshare", "-rn", sys.executable)
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +36,11 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Give this host a name."""
     monkeypatch.setattr(network.socket, "gethostname", lambda: name)
     monkeypatch.setattr(network.socket, "getfqdn", lambda: name)
 
 
 def place(master: str, *, hosts: int = 2) -> RankPosition:
-    """The first of two ranks per host."""
     return RankPosition(0, 2 * hosts, 0, 2, master_addr=master, master_port=1)
 
 
@@ -57,19 +54,13 @@ def test_unknown_gloo_interface_is_named_with_those_there_are(monkeypatch: pytes
 
 def test_master_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "node1")
-    with pytest.raises(UserError, match=r"MASTER_ADDR=nosuch: host node1 cannot resolve.*/etc/hosts"):
-        check_addresses(place("nosuch"), {}, wait_s=0.0)
-
-
-def test_first_node_of_a_list_that_does_not_resolve_is_named_with_what_to_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    named(monkeypatch, "node1")
     nodes = replace(place("node[7-8]"), master_addr="node7", nodes="node[7-8]")
-    with pytest.raises(
-        UserError, match=r"SLURM_JOB_NODELIST=node\[7-8\]: host node1 .* node7.*set MASTER_ADDR"
+    for master, problem in (
+        (place("nosuch"), r"MASTER_ADDR=nosuch: host node1 cannot resolve.*/etc/hosts"),
+        (nodes, r"SLURM_JOB_NODELIST=node\[7-8\]: host node1 .* node7.*set MASTER_ADDR"),
     ):
-        check_addresses(nodes, {}, wait_s=0.0)
+        with pytest.raises(UserError, match=problem):
+            check_addresses(master, {}, wait_s=0.0)
 
 
 def test_name_that_the_cluster_registers_late_is_waited_for(
@@ -109,7 +100,7 @@ def test_name_of_this_host_matters_only_to_other_hosts(
 
 @pytest.mark.slow
 def test_one_rank_runs_without_any_network(tmp_path: Path) -> None:
-    command = [*ALONE_IN_A_NAMESPACE, "-m", "tests.launch.jobs", "facts", str(tmp_path), "1"]
+    command = ["unshare", "-rn", sys.executable, "-m", "tests.launch.jobs", "facts", str(tmp_path), "1"]
     if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
         pytest.skip("unshare -rn is not permitted here")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

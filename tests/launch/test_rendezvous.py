@@ -14,33 +14,23 @@ from mlm.launch.environment import RankPosition
 from mlm.launch.rendezvous import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import UserError
+from tests.launch.ranks_of_jobs import free_port
 
 
 def place(rank: int, world_size: int, port: int = 1) -> RankPosition:
     return RankPosition(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def meet(store: Store, world_size: int) -> list[Store]:
-    """All ranks of one attempt, each in a thread."""
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda rank: call_roll(store, place(rank, world_size), 20.0), range(world_size)))
 
 
-def test_ranks_of_an_attempt_share_a_part_of_the_store() -> None:
-    first, second, third = meet(HashStore(), 3)
-    first.set("address", "here")
-    assert second.get("address") == third.get("address") == b"here"
-
-
-def test_an_attempt_does_not_see_what_the_one_before_left() -> None:
+def test_ranks_of_an_attempt_share_a_part_of_the_store_that_the_next_one_does_not_see() -> None:
     store = HashStore()
-    meet(store, 3)[1].set("address", "of a dead rank")
+    first, second, third = meet(store, 3)
+    first.set("address", "of a dead rank")
+    assert second.get("address") == third.get("address") == b"of a dead rank"
     assert not any(part.check(["address"]) for part in meet(store, 3))
 
 

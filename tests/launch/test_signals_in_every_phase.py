@@ -1,6 +1,7 @@
 """Requests to stop that reach processes while they import, wait for each other, load, compile or save."""
 
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -12,19 +13,14 @@ import pytest
 
 from mlm.cli import main
 from mlm.launch.stop import ECHO_S
+from tests.launch.ranks_of_jobs import free_port
 from tests.slow import slow
 
 RUN = [
     *("pretrain", "model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=1", "data=synthetic"),
     *("data.seq_length=8", "train.steps=2", "train.global_batch_size=2", "train.micro_batch_size=1"),
-    *(
-        "train.validate_every=1",
-        "train.validate_batches=1",
-        "schedule.warmup_steps=1",
-        "dist.device=cpu",
-        "dist.peak_tflops=1",
-        "dist.threads_per_rank=1",
-    ),
+    *("train.validate_every=1", "train.validate_batches=1", "schedule.warmup_steps=1", "dist.device=cpu"),
+    *("dist.peak_tflops=1", "dist.threads_per_rank=1"),
 ]
 SIGNALS_WHILE_IMPORTING = """
 import os, runpy, signal, sys
@@ -66,9 +62,7 @@ def test_signals_from_the_first_import_to_the_checkpoint_are_one_request(tmp_pat
 @pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_notes_every_signal(tmp_path: Path) -> None:
     """The signal reaches a rank that started, and its peer not at all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-m", "mlm", *RUN, "tp=2", f"out={tmp_path / 'run'}"]
 
     def rank(number: int) -> "subprocess.Popen[str]":
@@ -92,7 +86,6 @@ def test_a_rank_that_waits_for_the_others_notes_every_signal(tmp_path: Path) -> 
 
 
 def wait_for_server(port: int, process: "subprocess.Popen[str]") -> None:
-    """Until rank 0 serves the rendezvous."""
     end = time.monotonic() + 100
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -102,40 +95,28 @@ def wait_for_server(port: int, process: "subprocess.Popen[str]") -> None:
     raise AssertionError(process.communicate()[1])
 
 
-PHASES = {
-    "loading": "mlm.cli.pretrain.run.resume",
-    "compiling": "mlm.training.trainer.compile_layers",
-    "saving": "mlm.training.loop.Loop.save",
-    "finishing": "mlm.cli.pretrain.run.print_next_commands",
-}
-
-
 @pytest.mark.parametrize(
     "phase, number, code, steps",
     [
-        ("loading", signal.SIGTERM, 143, 1),
-        slow(("compiling", signal.SIGHUP, 129, 1)),
-        slow(("saving", signal.SIGUSR1, 0, 2)),
-        ("finishing", signal.SIGTERM, 0, 2),
+        ("cli.pretrain.run.resume", signal.SIGTERM, 143, 1),
+        slow(("training.trainer.compile_layers", signal.SIGHUP, 129, 1)),
+        slow(("training.loop.Loop.save", signal.SIGUSR1, 0, 2)),
+        ("cli.pretrain.run.print_next_commands", signal.SIGTERM, 0, 2),
     ],
+    ids=["loading", "compiling", "saving", "finishing"],
 )
 def test_signals_of_any_phase_save_and_kill_nothing(
     phase: str, number: signal.Signals, code: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two each time: a scheduler repeats itself."""
-    path, _, name = PHASES[phase].rpartition(".")
-    owner = pytest.importorskip(path) if path.rpartition(".")[2].islower() else None
-    if owner is None:
-        module, _, kind = path.rpartition(".")
-        owner = getattr(pytest.importorskip(module), kind)
-    work = getattr(owner, name)
+    work = pkgutil.resolve_name(f"mlm.{phase}")
 
     def interrupted(*args: object, **kwargs: object) -> object:
         for _ in range(2):
             signal.raise_signal(number)
         return work(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(f"mlm.{phase}", interrupted)
     out = tmp_path / "run"
     assert main([*RUN, f"out={out}"]) == code
     assert saved(out)[-1] == f"step-{steps:08d}"
@@ -144,8 +125,6 @@ def test_signals_of_any_phase_save_and_kill_nothing(
 def test_a_second_ctrl_c_says_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one process, as of ranks."""
-
     def interrupted(*args: object, **kwargs: object) -> None:
         signal.raise_signal(signal.SIGINT)
         time.sleep(ECHO_S)

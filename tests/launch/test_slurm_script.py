@@ -112,7 +112,6 @@ def test_no_process_outlives_the_script(cluster: Path) -> None:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Return the processes whose working directory a folder is."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

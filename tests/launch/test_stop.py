@@ -40,7 +40,6 @@ def _started_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_first_signal_is_a_request(number: signal.Signals, reason: str, code: int) -> None:
-    """Also in a rank that agreed with one that got the signal."""
     with StopRequest() as stop:
         assert (stop.number, stop.exit_code) == (None, 0)
         signal.raise_signal(number)
@@ -51,7 +50,6 @@ def test_first_signal_is_a_request(number: signal.Signals, reason: str, code: in
 
 
 def test_second_interrupt_stops_at_once() -> None:
-    """In the training loop, and before it."""
     for waiting in (StopRequest(), note_stop_requests()):
         with waiting:
             signal.raise_signal(signal.SIGINT)
@@ -106,13 +104,11 @@ def test_a_launched_rank_counts_a_signal_that_is_also_passed_on_once(
 
 
 def test_a_phase_with_nothing_to_save_ends_at_the_first_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also at one that was noted before."""
     with pytest.raises(Stopped) as stopped, note_stop_requests(), stopping_at_once("nothing is trained"):
         signal.raise_signal(signal.SIGTERM)
     assert interrupt_exit_code(stopped.value) == 143
     assert capfd.readouterr().err == "mlm: SIGTERM: nothing is trained\n"
-
-
-def test_a_phase_with_nothing_to_save_ends_by_a_signal_noted_before() -> None:
     with note_stop_requests():
         signal.raise_signal(signal.SIGHUP)
         with pytest.raises(Stopped), stopping_at_once("nothing is trained"):

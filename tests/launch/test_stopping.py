@@ -2,16 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.launch.conftest import Start
 from tests.launch.ranks_of_jobs import DEADLINE_S, told, wait_gone
-
-Start = Callable[..., subprocess.Popen[str]]
 
 
 def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mlm.launch.stop import LAUNCHED
-from mlm.launch.typed import COMMAND, LONGEST, record_command_line, record_job, run_origin, typed_settings
+from mlm.launch.typed import COMMAND, record_command_line, record_job, run_origin, typed_settings
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
 
@@ -31,11 +31,6 @@ def test_the_words_are_known_as_long_as_the_command_runs() -> None:
 def test_a_batch_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     assert run_origin()["launcher"] == "SLURM job 12"
-
-
-def test_a_line_too_long_for_the_environment_is_not_noted() -> None:
-    with record_command_line(["x" * LONGEST]):
-        assert COMMAND not in os.environ
 
 
 def test_what_another_program_left_in_the_variable_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from mlm.cli import main
 from mlm.launch.doctor import run as doctor
 from mlm.launch.doctor.findings import CheckResult
 from tests.launch.conftest import ROOT
+from tests.launch.ranks_of_jobs import free_port
 
 Said = pytest.CaptureFixture[str]
 CPU = ("dist.device=cpu", "dist.threads_per_rank=1")
@@ -78,21 +78,6 @@ def test_ranks_with_other_versions_are_named() -> None:
     assert (found[1].status, found[1].result) == ("warn", "CPU; NVIDIA T4")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["dist.timeout_s=1e300"], "dist.timeout_s=1e+300 must be"),
-        (["out=nowhere/doctor.json"], "out=nowhere/doctor.json: nowhere is no folder that can be written"),
-        (["tp=2", "vp=2", "pp=1"], "vp=2"),
-    ],
-)
-def test_a_mistake_is_a_line_and_ends_with_2(words: list[str], error: str, capsys: Said) -> None:
-    assert main(["doctor", *CPU, *words]) == 2
-    said = capsys.readouterr().err
-    assert error in said
-    assert "Traceback" not in said
-
-
 def started(tmp_path: Path, words: list[str], **variables: str) -> Any:
     return subprocess.Popen(
         [sys.executable, "-m", "mlm", "doctor", *CPU, *words],
@@ -104,16 +89,10 @@ def started(tmp_path: Path, words: list[str], **variables: str) -> Any:
     )
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_ranks_that_a_launcher_starts_are_checked_together(tmp_path: Path) -> None:
     """As under srun: one process each, which find rank 0 by its address."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [
         started(tmp_path, ["tp=2", "out=doctor.json"], RANK=str(rank), LOCAL_RANK=str(rank), **common)
         for rank in range(2)

@@ -31,7 +31,6 @@ def limit(soft: int) -> Callable[[Any], tuple[int, int]]:
     ("check", "planted", "status", "remedy"),
     [
         (lambda: host.memory(100 * MIB, ranks_here=2), None, "fail", "start fewer ranks"),
-        (lambda: host.memory(9 * GIB, ranks_here=2), None, "ok", "start fewer ranks"),
         (lambda: host.disk(Path("runs")), statvfs(100 * MIB), "fail", ""),
         (lambda: host.disk(Path("runs")), statvfs(100 * GIB), "ok", ""),
         (lambda: host.disk(Path("runs")), statvfs(100 * GIB, inodes=0), "fail", ""),
