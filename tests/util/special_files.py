@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def put(kind: str, path: Path) -> Path:
-    """Make what is no file at a path, and return the path."""
     match kind:
         case "FIFO":
             os.mkfifo(path)

@@ -21,7 +21,6 @@ HOLD += "with single_writer(Path(sys.argv[1])): print('mine', flush=True); time.
 
 @pytest.fixture
 def holder(tmp_path: Path) -> subprocess.Popen[str]:
-    """Another process that has the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "mine\n"

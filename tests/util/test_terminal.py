@@ -27,10 +27,7 @@ def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFix
     ]
 
 
-PIECES = ("count", "table", "error table", "training")
-
-
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", ["count", "table", "error table", "training"])
 def test_no_escape_code_is_written_to_a_pipe_even_in_a_notebook(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
@@ -69,38 +66,37 @@ def test_progress_in_a_log_is_lines(
     assert capsys.readouterr().err == "scoring: 1 of 2\n"
 
 
-class TestStreams:
-    """Standard output as a shell may leave it."""
+def test_text_that_an_encoding_lacks_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with writable_streams():
+        print("80 × 2 …")
+    assert raw.getvalue() == b"80 \\xd7 2 \\u2026\n"
 
-    def test_text_that_an_encoding_lacks_is_written_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        raw = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-        with writable_streams():
-            print("80 × 2 …")
-        assert raw.getvalue() == b"80 \\xd7 2 \\u2026\n"
 
-    def test_closed_streams_take_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "stdout", None)
-        monkeypatch.setattr(sys, "stderr", None)
-        with writable_streams():
-            assert not sys.stdout.isatty()
-            print("nobody reads this", file=sys.stderr)
-        assert sys.stdout is None
+def test_closed_standard_streams_take_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with writable_streams():
+        assert not sys.stdout.isatty()
+        print("nobody reads this", file=sys.stderr)
+    assert sys.stdout is None
 
-    @pytest.mark.parametrize(
-        "line, code, said",
-        [
-            ('"$0" -m mlm help pretrain | true; exit "${PIPESTATUS[0]}"', 0, ""),
-            (
-                '"$0" -m mlm help pretrain > /dev/full',
-                1,
-                "mlm: standard output: No space left on device; what follows is not shown\n",
-            ),
-        ],
+
+@pytest.mark.parametrize(
+    "line, code, said",
+    [
+        ('"$0" -m mlm help pretrain | true; exit "${PIPESTATUS[0]}"', 0, ""),
+        (
+            '"$0" -m mlm help pretrain > /dev/full',
+            1,
+            "mlm: standard output: No space left on device; what follows is not shown\n",
+        ),
+    ],
+)
+def test_command_survives_its_standard_output(line: str, code: int, said: str) -> None:
+    env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
+    found = subprocess.run(
+        ["bash", "-c", line, sys.executable], capture_output=True, text=True, env=env, timeout=120
     )
-    def test_command_survives_its_standard_output(self, line: str, code: int, said: str) -> None:
-        env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
-        found = subprocess.run(
-            ["bash", "-c", line, sys.executable], capture_output=True, text=True, env=env, timeout=120
-        )
-        assert (found.returncode, found.stderr) == (code, said)
+    assert (found.returncode, found.stderr) == (code, said)
