@@ -11,8 +11,6 @@ from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import StepMetrics
 from mlm.tracking.reporter import Reporter
 
-HEADER = [("run", "try"), ("layout", "tp=2 pp=1 dp=1")]
-
 
 class Clock:
     """A clock that moves only when told to."""
@@ -25,7 +23,6 @@ class Clock:
 
 
 def step_metrics(step: int, **changed: Any) -> StepMetrics:
-    """Plausible numbers of `step`."""
     numbers: dict[str, Any] = {
         "loss": 4.25,
         "lr": 3e-4,
@@ -50,7 +47,6 @@ def terminal(*, is_terminal: bool = False, width: int = 100) -> Console:
 
 
 def shown(console: Console) -> str:
-    """All a console has written."""
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -62,7 +58,7 @@ def reporter(out: Path, console: Console | None = None, **changed: Any) -> Repor
         "start_step": 0,
         "config": LogConfig(),
         "is_main": True,
-        "header": HEADER,
+        "header": [("run", "try"), ("layout", "tp=2 pp=1 dp=1")],
         "console": console or terminal(),
     }
     return Reporter(out, **{**settings, **changed})

@@ -12,7 +12,6 @@ from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_
 
 
 def pairs(line: str) -> dict[str, str]:
-    """Names and values of a plain line."""
     words = line.split()
     return dict(zip(words[::2], words[1::2], strict=True))
 
@@ -27,9 +26,9 @@ def lines_of(tmp_path: Path, *metrics_of_steps: dict[str, object]) -> list[str]:
     return shown(console).splitlines()
 
 
-def test_a_plain_line_is_names_and_values(tmp_path: Path) -> None:
-    (line,) = lines_of(tmp_path, {})
-    assert pairs(line) == {
+def test_a_plain_line_is_names_and_values_with_the_loss_scale_in_fp16(tmp_path: Path) -> None:
+    line, fp16 = map(pairs, lines_of(tmp_path, {}, {"loss_scale": 65536.0, "skipped_steps": 2}))
+    assert line == {
         "step": "10/100",
         "loss": "4.2500",
         "lr": "3.000e-04",
@@ -40,13 +39,7 @@ def test_a_plain_line_is_names_and_values(tmp_path: Path) -> None:
         "memory": "1.50GiB",
         "ETA": "0:00:45",
     }
-
-
-def test_loss_scale_shows_in_fp16_only(tmp_path: Path) -> None:
-    other, fp16 = lines_of(tmp_path, {}, {"loss_scale": 65536.0, "skipped_steps": 2})
-    assert "loss_scale" not in pairs(other)
-    assert pairs(fp16)["loss_scale"] == "65536"
-    assert pairs(fp16)["skipped"] == "2"
+    assert (fp16["loss_scale"], fp16["skipped"]) == ("65536", "2")
 
 
 def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
@@ -59,12 +52,11 @@ def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
     assert list(single) == ["step", "validation_loss", "validation_ppl"]
 
 
-LOADS = ExpertLoads({1: [3, 1, 0, 0], 2: [1, 1, 1, 1]}, {1: [2, 0, 0, 0], 2: [0] * 4})
-
-
 def test_the_balance_of_experts_is_shown(tmp_path: Path) -> None:
     """Largest over mean: a line shows the least even layer, a record all."""
-    (line,) = lines_of(tmp_path, {"loads": LOADS})
+    (line,) = lines_of(
+        tmp_path, {"loads": ExpertLoads({1: [3, 1, 0, 0], 2: [1, 1, 1, 1]}, {1: [2, 0, 0, 0], 2: [0] * 4})}
+    )
     assert (pairs(line)["imbalance"], pairs(line)["dropped"]) == ("3.00", "25.00%")
     (record,) = (each for each in read_metrics(tmp_path) if each["kind"] == "step")
     assert record["imbalance"] == 3.0

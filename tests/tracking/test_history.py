@@ -11,10 +11,21 @@ from mlm.tracking.history import FILE_NAME, MetricsFile, read_records, rewind
 from tests.tracking.reporting import read_metrics, step_metrics
 
 
+def begun(
+    out: Path, last_step: int, *, start_step: int = 0, warnings: list[str] | None = None
+) -> MetricsFile:
+    """A history with the steps after `start_step` up to `last_step`."""
+    warn = pytest.fail if warnings is None else warnings.append
+    history = MetricsFile(out / FILE_NAME, start_step, warn=warn)
+    history.start({"start_step": start_step})
+    for step in range(start_step + 1, last_step + 1):
+        history.step(step_metrics(step))
+    return history
+
+
 def attempt(out: Path, start_step: int, last_step: int) -> None:
     """Report steps after `start_step` up to `last_step`, each validated and saved."""
-    history = MetricsFile(out / FILE_NAME, start_step, warn=pytest.fail)
-    history.start({"start_step": start_step})
+    history = begun(out, start_step, start_step=start_step)
     for step in range(start_step + 1, last_step + 1):
         history.step(step_metrics(step))
         history.validation(step, 4.0, 54.6)
@@ -29,11 +40,7 @@ def test_resuming_cuts_off_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     kinds = ("step", "validation", "saved")
     before = [(kind, step) for step in (1, 2, 3) for kind in kinds]
     assert history == [("run", 0), *before, ("run", 3), *((kind, 4) for kind in kinds)]
-
-
-def test_starting_from_scratch_begins_a_new_history(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 2)
-    attempt(tmp_path, 0, 0)
+    attempt(tmp_path, 0, 0)  # from scratch
     assert [r["kind"] for r in read_metrics(tmp_path)] == ["run"]
 
 
@@ -49,20 +56,21 @@ def test_what_a_kill_or_a_power_loss_left_is_removed(tmp_path: Path, rest: bytes
     assert len(records) == 2 + 3 * 3
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+def test_a_whole_last_line_without_its_newline_is_kept_and_a_whole_file_not_rewritten(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 2)
     path = tmp_path / FILE_NAME
     path.write_bytes(path.read_bytes()[:-1])
     attempt(tmp_path, 2, 3)
     assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "saved"] == [1, 2, 3]
+    attempt(tmp_path, 0, 2)
+    inode = (tmp_path / FILE_NAME).stat().st_ino
+    attempt(tmp_path, 2, 3)
+    assert (tmp_path / FILE_NAME).stat().st_ino == inode
 
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
-    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)
-    history.start({"start_step": 0})
-    for done in (1, 2, 3):
-        history.step(step_metrics(done))
+    history = begun(tmp_path, 3)
     history.event("incident", {"step": 3, "kinds": ["loss_outlier"]})
     history.rewound(step)
     history.step(step_metrics(step + 1))
@@ -77,10 +85,7 @@ def test_a_file_beyond_its_limit_does_not_end_a_run_that_returns_to_a_checkpoint
 ) -> None:
     """Rank 0 alone has the file: its error would leave the other ranks waiting."""
     warnings: list[str] = []
-    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
-    history.start({"start_step": 0})
-    for done in (1, 2):
-        history.step(step_metrics(done))
+    history = begun(tmp_path, 2, warnings=warnings)
     monkeypatch.setattr("mlm.tracking.history.MAX_BYTES", 10)
     history.rewound(1)
     history.step(step_metrics(2))
@@ -96,10 +101,7 @@ def test_lines_wait_for_a_rewound_file_that_cannot_be_opened(
 ) -> None:
     """The open file was replaced: what is written to it is lost."""
     warnings: list[str] = []
-    history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
-    history.start({"start_step": 0})
-    for done in (1, 2):
-        history.step(step_metrics(done))
+    history = begun(tmp_path, 2, warnings=warnings)
     with monkeypatch.context() as patch:
         patch.setattr("mlm.tracking.history.open_regular", Mock(side_effect=PermissionError(13, "denied")))
         history.rewound(1)
@@ -122,13 +124,6 @@ def test_a_long_file_is_rewound_in_time_proportional_to_it(tmp_path: Path) -> No
     assert (tmp_path / FILE_NAME).read_bytes() == b"".join(lines[:19_991])
 
 
-def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 2)
-    inode = (tmp_path / FILE_NAME).stat().st_ino
-    attempt(tmp_path, 2, 3)
-    assert (tmp_path / FILE_NAME).stat().st_ino == inode
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
     history = MetricsFile(tmp_path / FILE_NAME, 0, warn=pytest.fail)
@@ -140,36 +135,25 @@ def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
     assert run["nested"] == {"values": [1.0, None]}
 
 
-class FullDisk:
-    """A file that takes `space` bytes and then no more."""
+def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
+    warnings, content, space = list[str](), bytearray(), [100]
 
-    def __init__(self, space: int) -> None:
-        self.space = space
-        self.content = b""
-
-    def write(self, data: bytes) -> int:
-        if not self.space:
+    def write(data: bytes) -> int:
+        if not space[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = data[: self.space]
-        self.content += taken
-        self.space -= len(taken)
+        taken = data[: space[0]]
+        content.extend(taken)
+        space[0] -= len(taken)
         return len(taken)
 
-    def close(self) -> None:
-        pass
-
-
-def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    disk = FullDisk(space=100)
     history = MetricsFile(tmp_path / FILE_NAME, 0, warn=warnings.append)
-    history.file = disk  # type: ignore[assignment]
+    history.file = Mock(write=write)
     for step in (1, 2, 3):
         history.step(step_metrics(step))
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
-    disk.space = 10_000
+    space[0] = 10_000
     history.close()
-    (tmp_path / FILE_NAME).write_bytes(disk.content)
+    (tmp_path / FILE_NAME).write_bytes(content)
     assert [r["step"] for r in read_records(tmp_path / FILE_NAME)] == [1, 2, 3]
     assert len(warnings) == 1

@@ -14,16 +14,6 @@ from mlm.util.errors import UserError
 from tests.tracking.reporting import read_metrics, reporter, step_metrics
 
 
-def test_a_run_writes_one_record_per_report(tmp_path: Path) -> None:
-    with reporter(tmp_path) as report:
-        report.done = 10
-        report.step(step_metrics(10))
-        report.validation(10, 4.5, 90.0)
-        report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25, 0.5)
-        report.note("only for the eye")
-    assert [r["kind"] for r in read_metrics(tmp_path)] == ["run", "step", "validation", "saved"]
-
-
 def test_validation_record_holds_the_loss_of_every_corpus(tmp_path: Path) -> None:
     with reporter(tmp_path) as report:
         report.validation(10, 4.5, 90.0, {"wiki": 4.0, "web": math.nan})
@@ -103,10 +93,8 @@ def test_a_missing_tracker_names_its_extra(
         reporter(tmp_path, config=config)
 
 
-GUIDE = (Path(__file__).parents[2] / "scripts/docs/pages/guides/runs.md").read_text()
-
-
 def test_every_field_of_a_step_has_a_row() -> None:
-    named = {line.split("`")[1] for line in GUIDE.splitlines() if line.startswith("| `")}
+    guide = (Path(__file__).parents[2] / "scripts/docs/pages/guides/runs.md").read_text()
+    named = {line.split("`")[1] for line in guide.splitlines() if line.startswith("| `")}
     of_experts = set(ExpertLoads({0: [1]}, {0: [0]}).summary())
     assert {field.name for field in fields(StepMetrics)} - {"parts", "loads"} | of_experts <= named

@@ -13,10 +13,8 @@ from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
 
-FAILED = {
-    **{"kind": "failed", "time": 1011.0, "step": 10},
-    "error": "out of memory; lower train.micro_batch_size",
-}
+ERROR = "out of memory; lower train.micro_batch_size"
+FAILED = {"kind": "failed", "time": 1011.0, "step": 10, "error": ERROR}
 
 
 def test_a_damaged_file_shows_what_is_whole(tmp_path: Path) -> None:
@@ -69,10 +67,21 @@ def test_metrics_that_are_no_file_are_one_line(tmp_path: Path) -> None:
         read_run(run, "a")
 
 
-@pytest.mark.parametrize(("steps", "is_finished"), [(40, True), (30, False)])  # of 30: it was resumed since
-def test_a_run_that_patience_ended_is_finished(tmp_path: Path, steps: int, is_finished: bool) -> None:
-    run = write_run(tmp_path / "a", started(), stepped(40))  # of 100 steps
-    (run / "result.json").write_text(json.dumps({"task": "rte", "steps": steps}))
+@pytest.mark.parametrize(
+    ("steps", "result", "is_finished"),
+    [
+        ((40,), {"steps": 40}, True),
+        ((40,), {"steps": 30}, False),  # it was resumed since
+        ((), {"seeds": [1, 2], "results": []}, True),  # metrics are in their folders
+    ],
+)
+def test_a_run_that_patience_ended_or_whose_seeds_did_is_finished(
+    tmp_path: Path, steps: tuple[int, ...], result: dict[str, Any], is_finished: bool
+) -> None:
+    records = [record for step in steps for record in (started(), stepped(step))]  # of 100 steps
+    run = write_run(tmp_path / "a", *records)
+    assert not read_run(run, "a").is_finished
+    (run / "result.json").write_text(json.dumps({"task": "rte"} | result))
     assert read_run(run, "a").is_finished is is_finished
 
 
@@ -90,8 +99,7 @@ def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expe
     run = read_run(write_run(tmp_path / "a", *records), "a")
     assert run.state == expected
     lines = [line for line in run.notes if "failed" in line]
-    error = "a: failed at step 10: out of memory; lower train.micro_batch_size"
-    assert lines == ([error] if expected == "failed" else [])
+    assert lines == ([f"a: failed at step 10: {ERROR}"] if expected == "failed" else [])
 
 
 def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
@@ -101,13 +109,6 @@ def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="in use by"), single_writer(folder / "checkpoints", wait_s=0):
             pass
     assert read_run(folder, "a").state == "stopped"
-
-
-def test_a_folder_of_finished_seeds_is_finished(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a")
-    assert not read_run(run, "a").is_finished
-    (run / "result.json").write_text(json.dumps({"task": "rte", "seeds": [1, 2], "results": []}))
-    assert read_run(run, "a").is_finished
 
 
 def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None:

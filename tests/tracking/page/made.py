@@ -29,25 +29,21 @@ def settings(**changed: Any) -> dict[str, Any]:
 
 
 def started(step: int = 0, **fields: Any) -> dict[str, Any]:
-    """Record of an attempt."""
     known = {"total_steps": 100, "loss_unit": "nats per token", "command": ["mlm", "pretrain"]}
     return {"kind": "run", "time": 1000.0 + step, "start_step": step, "layout": LAYOUT, **known, **fields}
 
 
 def stepped(step: int, **fields: Any) -> dict[str, Any]:
-    """Record of a logged step."""
     numbers = {"loss": 5.0 - step / 100, "lr": 1e-3, "grad_norm": 1.0, "tokens": step * 512}
     rates = {"tokens_per_s": 1000.0, "step_time_s": 0.5, "memory_bytes": 2**30}
     return {"kind": "step", "time": 1000.0 + step, "step": step, **numbers, **rates, **fields}
 
 
 def validated(step: int, loss: float = 4.5) -> dict[str, Any]:
-    """Record of a validation."""
     return {"kind": "validation", "time": 1000.0 + step, "step": step, "loss": loss, "perplexity": 90.0}
 
 
 def write_run(folder: Path, *records: dict[str, Any], **changed: Any) -> Path:
-    """Write a run of these records; `changed` settings are at the top level."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings(**changed), sort_keys=False))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -55,7 +51,6 @@ def write_run(folder: Path, *records: dict[str, Any], **changed: Any) -> Path:
 
 
 def some_run(folder: Path, steps: int = 20, **changed: Any) -> Path:
-    """Write a run with steps, validations and a checkpoint."""
     records = [started()]
     for step in range(1, steps + 1):
         records += [stepped(step), *([validated(step)] if step % 10 == 0 else [])]

@@ -70,7 +70,6 @@ def test_a_page_draws_the_newest_loads_of_experts(tmp_path: Path) -> None:
 
 
 def test_a_large_mixture_is_drawn_in_part(tmp_path: Path) -> None:
-    """The least even layers."""
     counts = {str(layer): [layer, *[100] * 1023] for layer in range(6)}
     record = {"kind": "experts", "time": 1.0, "step": 2, "counts": counts}
     page = page_of(write_run(tmp_path / "a", started(), stepped(2), record))
@@ -133,12 +132,9 @@ def test_scores_have_their_receipt(tmp_path: Path) -> None:
     assert '"data_digest": "xxh3:12"' in page.text
 
 
-def sampled(step: int, text: str, prompt: str = "The") -> dict[str, Any]:
-    return {"kind": "sample", "time": 1000.0, "step": step, "prompt": prompt, "text": text}
-
-
 def test_samples_are_newest_first_and_earlier_ones_are_folded(tmp_path: Path) -> None:
-    records = [sampled(step, f" <b>{step}\n{n}") for step in (10, 20, 30) for n in (1, 2)]
+    sample = {"kind": "sample", "time": 1000.0, "prompt": "The"}
+    records = [sample | {"step": s, "text": f" <b>{s}\n{n}"} for s in (10, 20, 30) for n in (1, 2)]
     content = make_page([read_run(write_run(tmp_path / "a", started(), *records), "a")]).decode()
     section = content.partition('<section id="samples">')[2].partition("</section>")[0]
     assert re.findall(r"> &lt;b&gt;(\d+\n\d)</span>", section) == [
