@@ -23,11 +23,7 @@ LLAMA3_SPLIT = (
 TEXT = ["the cat sat on the mat. what is 12 and 345? It's they'll\n\nuser assistant system é"] * 20
 SPECIAL = {
     "llama3": (
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     ),
     "qwen2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "llama2": ("<unk>", "<s>", "</s>"),
@@ -83,7 +79,6 @@ TALK = [
 
 @cache
 def content(style: str) -> str:
-    """A tokenizer.json."""
     special = SPECIAL[style]
     if style in ("llama3", "qwen2"):
         split = LLAMA3_SPLIT if style == "llama3" else LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -150,5 +145,4 @@ def text_of_answers(folder: Path, tokens: Tokens) -> str:
 
 
 def theirs(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of `transformers`."""
     return PreTrainedTokenizerFast.from_pretrained(str(folder))

@@ -12,7 +12,6 @@ from mlm.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 def write_corpus(
     prefix: Path, documents: Sequence[Sequence[int]], dtype: np.dtype[Any] | None = None
 ) -> IndexedDataset:
-    """A corpus of the given documents, opened."""
     with IndexedWriter(prefix, dtype or token_dtype(1000)) as writer:
         for document in documents:
             writer.add_document(document)

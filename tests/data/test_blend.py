@@ -98,21 +98,17 @@ def test_samples_are_found_in_any_order_and_any_distance() -> None:
 
 
 def blended(tmp_path: Path, **options: int) -> tuple[BlendedDataset, list[GPTDataset]]:
-    """Two corpora that share no token, one in three parts and one in one."""
     corpora = [counting_corpus(tmp_path / "a", [7, 9, 40]), counting_corpus(tmp_path / "b", [3, 50, 20])]
     datasets = [GPTDataset(c, seq_length=4, num_samples=400, seed=3) for c in corpora]
     return BlendedDataset(datasets, [0.75, 0.25], num_samples=300, **options), datasets
 
 
-def test_gather_gives_the_samples_of_the_sources(tmp_path: Path) -> None:
+def test_gather_gives_the_samples_of_the_sources_from_where_they_were(tmp_path: Path) -> None:
     blend, datasets = blended(tmp_path)
     ids = [7, 0, 250, 8]
     expected = [datasets[s][j] for s, j in zip(*locate([0.75, 0.25], ids), strict=True)]
     assert np.array_equal(blend.gather(ids), expected)
     assert Counter(blend.locate(np.arange(300))[0].tolist()) == {0: 225, 1: 75}
-
-
-def test_a_blend_that_begins_later_continues_where_its_sources_were(tmp_path: Path) -> None:
     blend, datasets = blended(tmp_path, from_sample=100, first=[60, 40])  # type: ignore[arg-type]
     source, number = locate([0.75, 0.25], np.arange(20))
     expected = [datasets[s][j + (60, 40)[s]] for s, j in zip(source, number, strict=True)]

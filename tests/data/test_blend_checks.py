@@ -73,11 +73,8 @@ def test_an_entry_is_a_weight_and_a_path(text: str, weight: float | None, path: 
         (["one/wiki/train", "two/wiki/train"], ["one-wiki", "two-wiki"]),
         (["wiki_text_document", "a b/train"], ["wiki_text_document", "a_b"]),
         (["c/loss/train", "c/web/train"], ["c-loss", "c-web"]),  # validation/loss is that of the blend
+        (["/a b/train", "/a_b/train"], ["a_b-0", "a_b-1"]),
     ],
 )
 def test_names_are_those_of_the_folders_and_differ(prefixes: list[str], expected: list[str]) -> None:
     assert corpus_names([Path(prefix) for prefix in prefixes]) == expected
-
-
-def test_names_that_cannot_be_distinguished_are_numbered() -> None:
-    assert corpus_names([Path("/a b/train"), Path("/a_b/train")]) == ["a_b-0", "a_b-1"]

@@ -30,7 +30,6 @@ def digest(name: str) -> str:
 
 
 def blend(**weights: float) -> tuple[BlendSource, ...]:
-    """Corpora by name, their digests made of it."""
     return tuple(
         BlendSource(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
         for name, share in zip(weights, normalize_weights(list(weights.values())), strict=True)
@@ -78,32 +77,24 @@ def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
 
 
 @pytest.mark.parametrize("resumes", [[30], [1, 2, 3], [99]])
-def test_the_same_blend_continues_in_its_segment(resumes: list[int]) -> None:
+def test_the_same_blend_continues_in_its_segment_and_one_of_which_nothing_was_read_has_none(
+    resumes: list[int],
+) -> None:
     history = begun = continue_history((), blend(a=0.3, b=0.7), 0)
     for consumed in resumes:
         history = continue_history(history, blend(a=0.3, b=0.7), consumed)
     assert history == begun
+    other = continue_history(begun, blend(c=1), 40)
+    assert continue_history(other, blend(a=0.3, b=0.7), 40) == begun
+    turned = continue_history(begun, blend(b=0.7, a=0.3), 40)  # another order is another blend
+    assert [s.first for s in turned[-1].sources] == [28, 12]
 
 
-def test_another_order_is_another_blend() -> None:
-    history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(b=3, a=1), 40)
-    assert [s.first for s in history[-1].sources] == [30, 10]
-
-
-def test_a_blend_of_which_nothing_was_read_leaves_no_segment() -> None:
-    begun = continue_history((), blend(a=1, b=1), 0)
-    history = continue_history(continue_history(begun, blend(c=1), 40), blend(a=1, b=1), 40)
-    assert history == begun
-
-
-def test_a_corpus_that_has_moved_is_still_the_same() -> None:
+def test_a_corpus_that_has_moved_is_the_same_and_one_of_other_tokens_another() -> None:
     begun = continue_history((), blend(a=1, b=1), 0)
     moved = tuple(replace(s, path=f"elsewhere/{s.name}", name=f"my-{s.name}") for s in blend(a=1, b=1))
     (segment,) = continue_history(begun, moved, 40)
     assert [s.path for s in segment.sources] == ["elsewhere/a", "elsewhere/b"]
-
-
-def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
     one, other = (replace(blend(a=1)[0], path=name, tokens=digest(name)) for name in ("x", "y"))
     assert samples_read(continue_history((), (one,), 0), other, 40) == 0
     assert samples_read(continue_history((), (one,), 0), replace(other, tokens=""), 40) == 40

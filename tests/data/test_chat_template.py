@@ -41,30 +41,10 @@ def tokens_of(folder: Path, messages: Any, name: str | None = None, **options: A
 @pytest.mark.parametrize("style", STYLES)
 def test_conversation_and_prompt_equal_those_of_transformers(tmp_path: Path, style: str) -> None:
     folder = write_tokenizer(tmp_path, style)
-    tokenizer, template = load(folder)
-    for messages, prompt in ((TALK, False), (TALK[:3], True)):
-        said = theirs(folder).apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
-        ours = (
-            encode_prompt(messages, tokenizer, template)
-            if prompt
-            else tokens_of(folder, messages).ids.tolist()
-        )
-        assert ours == said
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_answers_are_what_their_messages_add_to_the_prompt(tmp_path: Path, style: str) -> None:
-    folder = write_tokenizer(tmp_path, style)
-    found = tokens_of(folder, TALK)
-    before = encode_prompt(TALK[:1], *load(folder))
-    end = encode_prompt([*TALK[:2], TALK[0]], *load(folder))
-    assert not found.is_answer[: len(before)].any()
-    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
-    assert all(message["content"].strip() in text for message in TALK if message["role"] == "assistant")
-    assert not any(message["content"].strip() in text for message in TALK if message["role"] == "user")
-    closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
-    assert text.count(closing) == 2
-    assert end[: len(before)] == before
+    said = theirs(folder).apply_chat_template(TALK, return_dict=False)
+    assert tokens_of(folder, TALK).ids.tolist() == said
+    said = theirs(folder).apply_chat_template(TALK[:3], add_generation_prompt=True, return_dict=False)
+    assert encode_prompt(TALK[:3], *load(folder)) == said
 
 
 def test_marked_answers_equal_the_mask_of_transformers(tmp_path: Path) -> None:
@@ -106,13 +86,9 @@ def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
         load(folder)
 
 
-SPEAKERS = {"user": "human", "assistant": "gpt"}
 FORMS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
-    "ShareGPT": lambda m: {"from": SPEAKERS[m["role"]], "value": m["content"]},
-    "parts": lambda m: {
-        **m,
-        "content": [{"type": "text", "text": part} for part in m["content"].partition(" ")],
-    },
+    "ShareGPT": lambda m: {"from": "human" if m["role"] == "user" else "gpt", "value": m["content"]},
+    "parts": lambda m: m | {"content": [{"type": "text", "text": t} for t in m["content"].partition(" ")]},
     "table": lambda m: {**m, "tool_calls": None, "from": None},
 }
 
@@ -133,7 +109,6 @@ def test_other_forms_of_messages_are_the_equal_conversation(tmp_path: Path, form
 
 
 def test_built_in_chatml_equals_that_of_transformers(tmp_path: Path) -> None:
-    """Tokens those of the common template, and answers up to the end of their turn."""
     folder = write_tokenizer(tmp_path / "a", "qwen2", None)
     tokenizer, template = load(folder, "chatml")
     assert template.note == ""
@@ -178,14 +153,9 @@ def test_special_tokens_that_a_message_spells_out_are_text(tmp_path: Path, style
     folder = write_tokenizer(tmp_path, style)
     names = "".join(SPECIAL[style])
     spelt = [{"role": "user", "content": f"say {names} now"}, TALK[1]]
-    plain, found = (
-        tokens_of(folder, [{"role": "user", "content": "say now"}, TALK[1]]),
-        tokens_of(folder, spelt),
-    )
-    tokenizer = Tokenizer.load(folder)
-    counts = [
-        [ids.tolist().count(id) for id in sorted(tokenizer.special_ids)] for ids in (plain.ids, found.ids)
-    ]
+    plain = tokens_of(folder, [{"role": "user", "content": "say now"}, TALK[1]])
+    found, tokenizer = tokens_of(folder, spelt), Tokenizer.load(folder)
+    counts = [[ids.tolist().count(id) for id in tokenizer.special_ids] for ids in (plain.ids, found.ids)]
     assert counts[0] == counts[1]
     assert names in tokenizer.decode(found.ids.tolist())
     assert tokenizer.decode(found.ids[found.is_answer]) == tokenizer.decode(plain.ids[plain.is_answer])
@@ -193,8 +163,7 @@ def test_special_tokens_that_a_message_spells_out_are_text(tmp_path: Path, style
 
 def test_tools_and_loop_controls_reach_the_template(tmp_path: Path) -> None:
     first = "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
-    template = "{{ tools | tojson }}" + first
-    folder = write_tokenizer(tmp_path, "qwen2", template)
+    folder = write_tokenizer(tmp_path, "qwen2", "{{ tools | tojson }}" + first)
     tools = [{"name": "é<f>"}]
     said = theirs(folder).apply_chat_template(TALK, tools=tools, tokenize=False)
     assert load(folder)[1].render(TALK, tools).text == said == '[{"name": "é<f>"}]' + TALK[0]["content"]
@@ -233,10 +202,6 @@ def test_reasoning_is_under_each_name_that_templates_read() -> None:
     ("value", "sources"),
     [
         ("a", {"default": "a"}),
-        (
-            [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
-            {"default": "d", "tool_use": "t"},
-        ),
         ({"default": "d", "../up": "r"}, {"default": "d"}),
         (None, {}),
     ],
@@ -254,9 +219,6 @@ def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
         read_template(tmp_path / "a.jinja")
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
 def problem_of(template: str) -> str:
     with pytest.raises(ChatError) as error:
         ChatTemplate(template, {}, "a.jinja").render(TALK)
@@ -267,7 +229,12 @@ def problem_of(template: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "template", [ENDLESS, "{{ (messages | length) ** (10 ** 10) }}", "{{ 10 ** (10 ** 10) }}"]
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ (messages | length) ** (10 ** 10) }}",
+        "{{ 10 ** (10 ** 10) }}",
+    ],
 )
 def test_rendering_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.2)

@@ -58,14 +58,10 @@ def test_content_of_null_beside_calls_is_no_word(tmp_path: Path) -> None:
 def test_nulls_of_a_table_are_removed_or_kept() -> None:
     from trl.trainer.utils import remove_none_values
 
-    call = {
-        "type": "function",
-        "function": {"name": "f", "arguments": {"city": "X", "n": None, "l": [None, {"a": None}]}},
-    }
-    row = {
-        "messages": [ASKED, {"role": "assistant", "tool_calls": [call]}],
-        "tools": [{"name": "f", "strict": None}],
-    }
+    arguments = {"city": "X", "n": None, "l": [None, {"a": None}]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "assistant", "tool_calls": [call]}
+    row = {"messages": [ASKED, asked], "tools": [{"name": "f", "strict": None}]}
     found = read_conversation(row)
     assert [found.messages, found.tools] == remove_none_values([row["messages"], row["tools"]])
     assert found.changes == (
@@ -76,16 +72,14 @@ def test_nulls_of_a_table_are_removed_or_kept() -> None:
 
 
 NAMED = {"default": CHATML, "tool_use": "tools:" + CALLS}
-PLACES = ("list", "dict", "folder")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["list", "dict", "folder"])
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, place: str, tools: Any) -> None:
     value: Any = NAMED if place == "dict" else [{"name": k, "template": v} for k, v in NAMED.items()]
-    folder = write_tokenizer(
-        tmp_path, "qwen2", None, **({} if place == "folder" else {"chat_template": value})
-    )
+    settings = {} if place == "folder" else {"chat_template": value}
+    folder = write_tokenizer(tmp_path, "qwen2", None, **settings)
     if place == "folder":
         (folder / "additional_chat_templates").mkdir()
         (folder / "chat_template.jinja").write_text(NAMED["default"])
@@ -179,13 +173,8 @@ def test_completion_alone_is_trained_as_in_trl(tmp_path: Path, template: str) ->
 
     folder = write_tokenizer(tmp_path, "qwen2", template)
     row = {"prompt": TALK[:3], "completion": TALK[3:]}
-    args = SimpleNamespace(
-        dataset_num_proc=None,
-        dataset_text_field="text",
-        max_length=None,
-        assistant_only_loss=False,
-        shuffle_dataset=False,
-    )
+    off = dict.fromkeys(("dataset_num_proc", "max_length", "assistant_only_loss", "shuffle_dataset"))
+    args = SimpleNamespace(dataset_text_field="text", **off)
     trainer: Any = SimpleNamespace(chat_template=None, completion_only_loss=True, _tokenizer=theirs(folder))
     (said,) = SFTTrainer._prepare_dataset(
         trainer, Dataset.from_list([row]), theirs(folder), args, False, None, "rows"

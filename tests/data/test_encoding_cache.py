@@ -31,13 +31,7 @@ def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([isolated, BYTE_LEVEL])
 
 
-BERT = {
-    "type": "BertNormalizer",
-    "clean_text": True,
-    "handle_chinese_chars": True,
-    "strip_accents": None,
-    "lowercase": True,
-}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
 
 SPLITTERS = {
     "gpt2": GPT2,
@@ -48,7 +42,6 @@ SPLITTERS = {
 
 @cache
 def trained(name: str) -> dict[str, Any]:
-    """A tokenizer.json with some merges."""
     if name == "wordpiece":
         return json.loads(train_wordpiece(lambda: [SAMPLE] * 3, 200).content)  # type: ignore[no-any-return]
     backend = Backend(models.BPE())
@@ -107,23 +100,9 @@ def test_a_full_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {
-            "pre_tokenizer": {
-                "type": "Metaspace",
-                "replacement": "▁",
-                "prepend_scheme": "never",
-                "split": False,
-            }
-        },
+        {"pre_tokenizer": METASPACE},
         {"pre_tokenizer": None},
-        {
-            "pre_tokenizer": {
-                "type": "ByteLevel",
-                "add_prefix_space": True,
-                "trim_offsets": True,
-                "use_regex": True,
-            }
-        },
+        {"pre_tokenizer": json.loads(pre_tokenizers.ByteLevel().__getstate__())},
         {"normalizer": {"type": "Replace", "pattern": {"String": "a b"}, "content": "c"}},
         {"added_tokens": [("a b", {})]},
         {"added_tokens": [("a,", {})]},
@@ -131,7 +110,7 @@ def test_a_full_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         # found inside the special token's name in a chunk alone: the library passes over the whole name
         {"added_tokens": [("end", {})]},
         {"added_tokens": [("\u212a-", {"normalized": True})], "normalizer": {"type": "NFC"}},
-        {"normalizer": BERT},
+        {"normalizer": json.loads(normalizers.BertNormalizer().__getstate__())},
         {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "BertPreTokenizer"}},
     ],
     ids=str,

@@ -19,12 +19,6 @@ def hand_made_index() -> bytes:
     return head + struct.pack("<4i4q5q", 3, 0, 1, 2, 0, 6, 6, 8, 0, 1, 2, 3, 4)
 
 
-def test_writer_makes_megatrons_bytes(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", DOCUMENTS)
-    assert (tmp_path / "c.idx").read_bytes() == hand_made_index()
-    assert (tmp_path / "c.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 7, 500, 600)
-
-
 def test_max_token_looks_at_the_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.data.indexed.CHUNK", 2)
     assert write_corpus(tmp_path / "c", [[1, 900, 2], [5]]).max_token() == 900

@@ -13,7 +13,6 @@ from tests.megatron_core import megatron_core
 
 
 def theirs() -> Any:
-    """Their module."""
     return megatron_core("datasets.indexed_dataset")
 
 

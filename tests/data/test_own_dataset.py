@@ -37,8 +37,6 @@ class Windows:
 
 
 class Blocks(Windows):
-    """The same as samples of a BERT, in `part`."""
-
     def __init__(self, value: int, part: str) -> None:
         super().__init__(value)
         self.part = part
@@ -83,12 +81,8 @@ def test_token_and_label_of_a_block_are_named(value: int, part: str, words: str)
 @pytest.mark.parametrize("dataset", [Windows(0), Windows(VOCAB - 1), Windows(-100), Blocks(-100, "labels")])
 def test_ids_of_the_vocabulary_and_places_without_a_token_are_read(dataset: Any) -> None:
     assert len(checked(dataset).gather([4, 5, 6])) == 3
-
-
-def test_narrow_ids_are_widened() -> None:
-    found = checked(Windows(3, dtype=np.uint16)).gather([5])
-    assert isinstance(found, np.ndarray)
-    assert (found.dtype, found.tolist()) == (np.int64, [[1, 1, 3, 1, 1]])
+    widened = checked(Windows(3, dtype=np.uint16)).gather([5])
+    assert (widened.dtype, widened.tolist()) == (np.int64, [[1, 1, 3, 1, 1]])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

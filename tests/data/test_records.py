@@ -62,9 +62,6 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str, 
         list(read_file(path))
 
 
-# ----- Parquet, against pyarrow's own arrays
-
-
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("number", pa.int64())])
 
 
@@ -115,22 +112,16 @@ def test_a_column_shorter_than_its_row_group_is_no_end_of_the_file(tmp_path: Pat
         list(read_records(path))
 
 
-def compressed_with_lzo(path: Path) -> None:
+def test_what_pyarrow_lacks_is_damaged_or_of_another_form(tmp_path: Path) -> None:
+    """pyarrow has no type of error that tells them apart."""
+    path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path, use_dictionary=False)
     snappy, lzo = b"\x18\x04text\x15\x02", b"\x18\x04text\x15\x06"  # name and codec of the column
     assert path.read_bytes().count(snappy) == 1
     path.write_bytes(path.read_bytes().replace(snappy, lzo))
-
-
-def test_what_pyarrow_lacks_is_damaged_or_of_another_form(tmp_path: Path) -> None:
-    """pyarrow has no type of error that tells them apart."""
-    compressed_with_lzo(tmp_path / "a.parquet")
     problem = r"a\.parquet is no Parquet file, damaged, or of a form that is not supported \(.*write it again"
     with pytest.raises(CorruptFileError, match=problem):
-        list(read_records(tmp_path / "a.parquet"))
-
-
-# ----- forms of files, against `datasets`
+        list(read_records(path))
 
 
 LINES = b'{"text": "a", "n": 1}\n\n{"text": "\xc3\xa9\\u2028", "n": null}\n'
@@ -150,13 +141,8 @@ FORMS: dict[str, tuple[str, bytes]] = {
 def test_forms_of_files_are_read_as_by_datasets(tmp_path: Path, name: str) -> None:
     reader, content = FORMS[name]
     (path := tmp_path / name).write_bytes(content)
-    wanted = datasets.load_dataset(
-        reader, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    wanted = datasets.load_dataset(reader, data_files=str(path), split="train", cache_dir=str(tmp_path / "c"))
     assert [record for _, record in read_records(path)] == wanted.to_list()
-
-
-TEXT = pa.table({"text": ["a"] * 99})
 
 
 def parquet(table: Any) -> bytes:
@@ -177,7 +163,7 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "more cells": ("a.csv", b"a,b\na, b,1\n", ":2: has 1 more cells than the first line names: quote"),
     "a table not in UTF-8": ("a.tsv", b"a\tb\n\xff\tb\n", r":2: is not UTF-8 \("),
     "two columns": ("a.parquet", parquet(pa.table([["a"], ["b"]], ["text", "text"])), "two columns 'text'"),
-    "cut": ("a.parquet", parquet(TEXT)[:-9], "is no Parquet file, damaged"),
+    "cut": ("a.parquet", parquet(pa.table([["a"] * 99], ["text"]))[:-9], "is no Parquet file, damaged"),
     "unknown": ("a.xml", b"<a>", r"is of no known form: give a \.jsonl, "),
 }  # fmt: skip
 
@@ -193,13 +179,9 @@ def test_hostile_file_is_an_error_of_one_line_with_its_place(tmp_path: Path, cas
 
 
 def test_lines_of_a_common_archive_need_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "a.jsonl.gz"
-    (tmp_path / name).write_bytes(content := gzip.compress(LINES * 20_000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES * 20_000))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert len(list(read_records(tmp_path / name))) == 40_000
-    (tmp_path / name).write_bytes(content[:-9])
-    with pytest.raises(CorruptFileError, match=rf"{name} is damaged, .*\(truncated\): replace it"):
-        list(read_records(tmp_path / name))
+    assert len(list(read_records(tmp_path / "a.jsonl.gz"))) == 40_000
 
 
 CHAT, PAIRS = ("messages",), ("prompt", "chosen", "rejected")
@@ -279,18 +261,10 @@ def test_ultrafeedback_is_read_as_trl_extracts_its_prompt(talk: tuple[str, ...])
 
 AS_THEY_ARE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "messages beside an instruction": (CHAT, {"messages": said("a", "b"), "instruction": "c", "output": "d"}),
-    "columns of a task": (
-        ("instruction", "chosen", "rejected"),
-        OTHERS["alpaca's pairs of LLaMA-Factory"][1],
-    ),
     "TRL's pairs": (PAIRS, {"prompt": said("q"), "chosen": answer("a"), "rejected": answer("b"), "id": None}),
     "a prompt that neither answer holds": (
         PAIRS,
         {"prompt": "p", "chosen": said("q", "a"), "rejected": said("q", "b")},
-    ),
-    "whole conversations": (
-        PAIRS,
-        {"chosen": said("q", "a"), "rejected": said("q", "b"), "messages": said("q", "a")},
     ),
 }
 

@@ -14,6 +14,7 @@ from mlm.cli import main
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import Conversation
 from mlm.data.indexed import IndexedDataset
+from mlm.data.receipt import file_entry
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 from tests.data.chats import tokens_of
@@ -46,7 +47,6 @@ def bpe(*merges: tuple[str, str], ignore_merges: bool = False, added: bool | Non
 
 
 def words(kind: type[Any]) -> Backend:
-    """Whole words, split at white space alone."""
     names = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "cat", "a", "##t", "<b>"]
     backend = Backend(kind({name: id for id, name in enumerate(names)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -68,7 +68,6 @@ KINDS: dict[str, Callable[[], Backend]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_written_in_a_text_are_text(kind: str) -> None:
-    """Alone, between words, inside a word, doubled; by each way to encode."""
     tokenizer = Tokenizer(KINDS[kind]().to_str())
     ids = {tokenizer.eod_id, tokenizer.bos_id, tokenizer.sep_id, tokenizer.cls_id, tokenizer.mask_id} - {None}
     names = [name for name, id in tokenizer._vocabulary.items() if id in ids]
@@ -96,43 +95,30 @@ def test_added_tokens_that_are_not_special_stay_tokens() -> None:
     assert tokenizer.decode([tokenizer.eod_id]) == "</s>"
 
 
-@pytest.fixture
-def built(tmp_path: Path) -> Path:
-    """A corpus of documents that hold the end of a document as text, by a Unigram tokenizer."""
+def test_a_built_corpus_holds_one_end_for_each_document_and_verify_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of documents that hold the end of a document as text, by a Unigram tokenizer."""
     (tmp_path / "tokenizer.json").write_text(unigram(special=False).to_str())
     rows = [{"text": f"a cat </s> and </s></s> {n}"} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "corpus"
-    words = ["input=" + str(tmp_path / "rows.jsonl"), f"tokenizer={tmp_path / 'tokenizer.json'}"]
-    split = ["split=1/0/0", "recipe=plain", "workers=1"]
-    assert main(["data", "build", *words, f"out={out}", *split]) == 0
-    return out
-
-
-def test_a_built_corpus_holds_one_end_for_each_document(built: Path) -> None:
-    """And verify counts them: with one more, written into a file that is otherwise listed, it fails."""
+    built = tmp_path / "corpus"
+    words = [f"input={tmp_path / 'rows.jsonl'}", f"tokenizer={tmp_path / 'tokenizer.json'}", f"out={built}"]
+    assert main(["data", "build", *words, "split=1/0/0", "recipe=plain", "workers=1"]) == 0
     receipt = json.loads((built / "corpus.json").read_text())
     corpus = IndexedDataset(built / "train")
     assert receipt["splits"]["train"]["end_tokens"] == corpus.num_documents == 6
     assert (corpus.tokens == receipt["eod_id"]).sum() == 6
     assert main(["data", "verify", str(built)]) == 0
-
-
-def test_verify_counts_the_ends_of_documents(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mlm.data.receipt import file_entry
-
+    # one more end, in a file that is otherwise as it is listed
     tokens = bytearray((built / "train.bin").read_bytes())
-    receipt = json.loads((built / "corpus.json").read_text())
     tokens[0:2] = receipt["eod_id"].to_bytes(2, "little")
     (built / "train.bin").write_bytes(tokens)
     receipt["files"]["train.bin"] = file_entry(built / "train.bin")
     (built / "corpus.json").write_text(json.dumps(receipt))
     assert main(["data", "verify", str(built)]) == 1
     assert "7 end_tokens, corpus.json records 6" in capsys.readouterr().err
-
-
-def test_verify_reads_no_file_of_another_size(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """16 GiB without content would take minutes to read."""
+    # of another size it is not read: 16 GiB without content would take minutes
     with open(built / "train.bin", "r+b") as f:
         f.truncate(1 << 34)
     assert main(["data", "verify", str(built)]) == 1

@@ -28,13 +28,11 @@ from mlm.util.object_store import CONCURRENT
 from tests.data.corpora import write_corpus
 from tests.stores import BUCKET, Store, serve
 
-LIMIT = 1 << 30
 BLOCK = 4096
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
-    """40 documents of random tokens, 200 kB."""
     rng = np.random.default_rng(1)
     folder = tmp_path_factory.mktemp("local")
     write_corpus(folder / "validation", [[1, 2, 3]])
@@ -57,7 +55,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     return server
 
 
-def opened(cache: Path, limit: int = LIMIT, url: str = f"{BUCKET}/corpora/plays") -> IndexedDataset:
+def opened(cache: Path, limit: int = 1 << 30, url: str = f"{BUCKET}/corpora/plays") -> IndexedDataset:
     return IndexedDataset(copy_locally(url, str(cache), limit))
 
 
@@ -208,7 +206,12 @@ def test_training_does_not_wait_for_a_slow_store_once_warm(
     assert steps == [[64 * n] for n in range(8)]
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(store: Store, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdir(path: Path, **_: bool) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache: \S+: Not a directory; name a folder with room"):
         opened(tmp_path / "file")
@@ -217,18 +220,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(store: Store, tmp_path: Path
     stored.stored.folder.rmdir()
     with pytest.raises(UserError, match=r"data\.cache: \S+blocks\S+: No such file or directory"):
         _ = stored.tokens[:]
-
-
-def test_blocks_that_cannot_be_kept_do_not_damage_the_copy(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def mkdir(path: Path, **_: bool) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    prefix = opened(tmp_path).prefix
     monkeypatch.setattr(Path, "mkdir", mkdir)
     with pytest.raises(UserError, match=r"data\.cache: \S+blocks: Permission denied; name a folder"):
-        IndexedDataset(prefix)
+        IndexedDataset(stored.prefix)
 
 
 def test_a_local_copy_is_inspected_as_its_corpus_and_not_recombined(

@@ -80,17 +80,9 @@ PIECES += ["#", "["]
 
 
 def write_vocabulary(folder: Path, names: list[str]) -> Path:
-    """BERT's vocab.txt."""
     path = folder / "vocab.txt"
     path.write_text("\n".join([*BERT_SPECIAL, *names]) + "\n", encoding="utf-8")
     return path
-
-
-def write_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
-    """GPT-2's two files."""
-    model = json.loads(tokenizer._content)["model"]
-    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
@@ -103,35 +95,33 @@ def test_ids_of_a_vocab_txt_are_those_of_transformers(tmp_path: Path, lowercase:
 
 
 def test_ids_of_gpt2_files_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    write_gpt2(tokenizer, tmp_path)
-    theirs = GPT2TokenizerFast(vocab=str(tmp_path / "vocab.json"), merges=str(tmp_path / "merges.txt"))
+    model, (vocab, merges) = json.loads(tokenizer._content)["model"], ("vocab.json", "merges.txt")
+    (tmp_path / vocab).write_text(json.dumps(model["vocab"]))
+    (tmp_path / merges).write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+    theirs = GPT2TokenizerFast(vocab=str(tmp_path / vocab), merges=str(tmp_path / merges))
     ours = Tokenizer.load(tmp_path)
     for text in VARIED:
         assert ours.encode(text) == theirs.encode(text), text
 
 
-def test_special_tokens_of_bert_are_known(tmp_path: Path) -> None:
+def test_special_tokens_of_bert_are_known_and_those_that_megatron_adds(tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
     found = (loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id, loaded.eod_id, loaded.bos_id)
     assert found == (0, 2, 3, 4, 3, None)
-
-
-def test_eos_that_megatron_adds_ends_documents(tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_vocabulary(tmp_path, [*PIECES, "[BOS]", "[EOS]"]))
     assert (loaded.bos_id, loaded.eod_id) == (loaded.vocab_size - 2, loaded.vocab_size - 1)
 
 
-def test_pieces_inside_a_word_do_not_start_one(tmp_path: Path) -> None:
-    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
-    expected = [True] * 5 + [not name.startswith("##") for name in PIECES]
-    assert loaded.is_word_start.tolist() == expected
-
-
-def test_bytes_after_white_space_start_a_word(tokenizer: Tokenizer) -> None:
+def test_words_start_at_bytes_after_white_space_and_pieces_without_a_mark(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     for text in (" ", "\n", "\t"):
         assert tokenizer.is_word_start[tokenizer.encode(text)[0]]
     assert not tokenizer.is_word_start[tokenizer.encode("x")[0]]
     assert tokenizer.is_word_start[tokenizer.eod_id]
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
+    expected = [True] * 5 + [not name.startswith("##") for name in PIECES]
+    assert loaded.is_word_start.tolist() == expected
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
