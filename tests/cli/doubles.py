@@ -12,14 +12,12 @@ from mlm.cli import main
 from mlm.cli import run as cli_run
 from mlm.launch.rules.layout import Launch
 
-ONE_HOST = Launch(world_size=None, local_devices=None)
-
 
 @dataclass
 class Launched:
     """Record of what the command line asked for, instead of doing it."""
 
-    facts: Launch = ONE_HOST
+    facts: Launch = field(default_factory=lambda: Launch(world_size=None, local_devices=None))
     preflight: list[str] = field(default_factory=list)
     run: Callable[[], int] = lambda: 0
     targets: list[str] = field(default_factory=list)
@@ -28,7 +26,6 @@ class Launched:
 
     @property
     def config(self) -> Any:
-        """The run spec of the only run."""
         (only,) = self.configs
         return only
 
@@ -37,15 +34,12 @@ class Launched:
         name = target.partition(":")[2]
         known: dict[str, Any] = {
             "launch_facts": lambda dist: self.facts,
-            "run_job": self._run_job,
+            "run_job": lambda target, config, *, out: self._note(target, config, out),
             "preflight": lambda config: self.preflight,
             "model_of_ckpt": lambda ckpt, out: None,
             "lines": lambda config, facts: [],  # of a forecast
         }
         return known.get(name, lambda config: self._note(target, config, None))
-
-    def _run_job(self, target: str, config: Any, *, out: Path | None) -> int:
-        return self._note(target, config, out)
 
     def _note(self, target: str, config: Any, out: Path | None) -> int:
         self.targets.append(target)
@@ -56,8 +50,6 @@ class Launched:
 
 @dataclass
 class Cli:
-    """A command line and its two streams."""
-
     launched: Launched
     capsys: pytest.CaptureFixture[str]
     out: str = ""

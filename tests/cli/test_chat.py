@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,31 +26,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("chat") / "llama")
 
 
-class Chat:
-    """`mlm chat` in this process, with lines on its standard input."""
-
-    def __init__(
-        self, llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.llama, self.monkeypatch, self.capsys = llama, monkeypatch, capsys
-
-    def __call__(self, lines: str | Iterator[str], *settings: str) -> tuple[int, str, str]:
-        """Exit code, standard output and errors."""
-        typed = iter(lines.splitlines(keepends=True)) if isinstance(lines, str) else lines
-        stdin = io.StringIO()
-        stdin.readline = lambda *_: next(typed, "")  # type: ignore[method-assign]
-        self.monkeypatch.setattr(sys, "stdin", stdin)
-        code = main(["chat", str(self.llama), *SETTINGS, *settings])
-        return code, *self.capsys.readouterr()
+Chat = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def chat(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    return Chat(llama, monkeypatch, capsys)
+    """`mlm chat` with lines on its standard input: exit code, standard output and errors."""
+
+    def run(lines: str | Iterator[str], *settings: str) -> tuple[int, str, str]:
+        typed = iter(lines.splitlines(keepends=True)) if isinstance(lines, str) else lines
+        monkeypatch.setattr(sys, "stdin", stdin := io.StringIO())
+        stdin.readline = lambda *_: next(typed, "")  # type: ignore[method-assign]
+        code = main(["chat", str(llama), *SETTINGS, *settings])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def said_by_transformers(llama: Path, *questions: str, system: str | None = None) -> list[str]:
-    """Its greedy answer to each message of a conversation."""
     tokenizer = Tokenizer.load(llama)
     messages = [] if system is None else [{"role": "system", "content": system}]
     answers = []
@@ -141,8 +134,6 @@ def test_mistake_is_one_line_before_weights_are_read(
 
 
 class Terminal:
-    """A process on a terminal of its own."""
-
     def __init__(self, *words: str) -> None:
         self.pid, self.side = pty.fork()
         if self.pid == 0:

@@ -63,13 +63,6 @@ def test_check_reports_problems_and_no_missing_gpu(cli: Cli, words: str, problem
     assert cli.err.count("\n") == 1
 
 
-def test_check_reports_all_problems_together(cli: Cli) -> None:
-    words = "tp=7 zero=true recompute=uniform precision.dtype=true optimizer.betas=0.95 seed=-1"
-    assert cli(f"pretrain model=gpt2_8b {words} data=synthetic --check") == 2
-    keys = [line.removeprefix("mlm pretrain: ").partition("=")[0] for line in cli.err.splitlines()]
-    assert sorted(keys) == ["optimizer.betas", "precision.dtype", "recompute", "seed", "tp", "zero"]
-
-
 @pytest.mark.parametrize("words", ["data.path=/nowhere", "cluster=slurm tp=7"])
 def test_cfg_job_prints_and_checks_nothing(cli: Cli, words: str) -> None:
     assert cli(f"pretrain {words} --cfg job") == 0
@@ -100,7 +93,6 @@ TINY = ["model=gpt2_tiny", "data=synthetic", "cp=2"]
 
 @pytest.mark.parametrize("words", ["finetune chat data=.", "eval rte"])
 def test_commands_reject_what_they_cannot_split(cli: Cli, words: str) -> None:
-    """Before a rank starts and a file is read."""
     assert cli(f"{words} ckpt=. cp=2 dist.device=cpu") == 2
     assert "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1" in cli.err
 

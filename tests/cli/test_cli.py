@@ -26,116 +26,110 @@ cli = pytest.fixture(make_cli)
 EXAMPLES = [line for command in COMMANDS for _, line in command.example_pairs if line.startswith("mlm ")]
 
 
-class TestSurface:
-    """The commands that exist. A change here is a change for users."""
-
-    def test_commands_are_these(self) -> None:
-        names = """
-            pretrain, parity, audit, verify-resume, doctor, replay, report,
-            plan layouts, plan compare, plan memory, plan dry-run, plan calibrate, plan schedule,
-            eval loss, eval wikitext103, eval lambada, eval all, generate, chat, finetune, eval,
-            reshard, convert, import hf, export hf, export gguf,
-            ckpt inspect, ckpt verify, ckpt diff, ckpt prune, ckpt rollback,
-            data tokenizer, data build, data merge, data split, data inspect, data verify
-        """
-        assert [command.name for command in COMMANDS] == [name.strip() for name in names.split(",")]
-
-    @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-    def test_targets_exist(self, command: Command) -> None:
-        assert callable(resolve(command.target))
-        assert command.preflight is None or callable(resolve(command.preflight))
-
-    @pytest.mark.parametrize("line", ["", "--help"])
-    def test_help_lists_the_commands(self, cli: Cli, line: str) -> None:
-        assert cli(line) == 0
-        shown = [command.usage if takes_task(command) else command.name for command in COMMANDS]
-        assert all(f"  {name}  " in cli.out for name in shown)
-
-    @pytest.mark.parametrize("line", ["eval --help", "finetune --help"])
-    def test_tasks_are_listed_with_what_they_ask(self, cli: Cli, line: str) -> None:
-        assert cli(line) == 0
-        assert "  wnli         WNLI (GLUE, arXiv:1804.07461): does a sentence follow" in cli.out
-        assert all(f"\n  {name}  " in cli.out for name in task_names())
-
-    def test_every_task_says_what_it_asks(self) -> None:
-        assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
-
-    @pytest.mark.parametrize("word", ["--version", "version"])
-    def test_version_names_hydras_too(self, cli: Cli, word: str) -> None:
-        assert cli(word) == 0
-        assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
+def test_commands_are_these() -> None:
+    names = """
+        pretrain, parity, audit, verify-resume, doctor, replay, report,
+        plan layouts, plan compare, plan memory, plan dry-run, plan calibrate, plan schedule,
+        eval loss, eval wikitext103, eval lambada, eval all, generate, chat, finetune, eval,
+        reshard, convert, import hf, export hf, export gguf,
+        ckpt inspect, ckpt verify, ckpt diff, ckpt prune, ckpt rollback,
+        data tokenizer, data build, data merge, data split, data inspect, data verify
+    """
+    assert [command.name for command in COMMANDS] == [name.strip() for name in names.split(",")]
 
 
-class TestHelp:
-    """Help of one command."""
-
-    def test_groups_and_their_options_are_listed(self, cli: Cli) -> None:
-        assert cli("pretrain --help") == 0
-        for shown in (
-            "cluster     local, slurm",
-            "precision   auto, bf16, default, fp16, fp32, fp64",
-            "gpt2_8b",
-            "sc21_1t",
-        ):
-            assert shown in cli.out
-
-    @pytest.mark.parametrize("command", thinned(COMMANDS, 3), ids=lambda command: command.name)
-    def test_every_command_shows_examples_keys_and_exit_codes(self, cli: Cli, command: Command) -> None:
-        assert cli(f"{command.name}{' race' * takes_task(command)} --help") == 0
-        for heading in ("Usage: mlm", "Examples:", "Keys", "Flags:", "Exit codes:"):
-            assert heading in cli.out
-
-    def test_keys_show_docstring_and_composed_default(
-        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("COLUMNS", "200")
-        cli("pretrain --help tp")
-        shown = " ".join(cli.out.split())
-        assert "Must divide model.num_heads. (a whole number, greater than 0) [default 1]" in shown
-        cli("pretrain --help out")
-        assert "[default runs/${name}]" in cli.out
-
-    def test_choices_of_the_users_folder_are_listed(self, cli: Cli, tmp_path: Path) -> None:
-        write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\n")
-        cli("pretrain --help --config-dir mine")
-        assert "my_model" in cli.out
-        write(tmp_path / "mine/task/reviews.yaml", "# Is a book liked?\nname: reviews\n")
-        for command in ("finetune", "eval reviews"):
-            assert cli(f"{command} --help --config-dir mine") == 0
-            assert "  reviews      Is a book liked?\n" in cli.out
-
-    def test_list_of_commands_needs_no_library_of_settings(self) -> None:
-        heavy = {"torch", "numpy", "tokenizers", "pydantic", "hydra", "omegaconf", "rich"}
-        code = (
-            "import sys; from mlm.cli import main; "
-            f"main(['--help']); sys.exit(bool({heavy} & sys.modules.keys()))"
-        )
-        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
-
-    @pytest.mark.parametrize("line", thinned(EXAMPLES, 5))
-    def test_example_composes(self, cli: Cli, tmp_path: Path, line: str) -> None:
-        write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
-        task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
-        write(tmp_path / "my_configs/task/reviews.yaml", task)
-        write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
-        (tmp_path / "runs/shakespeare/checkpoints/step-00000300").mkdir(parents=True)
-        write(tmp_path / "runs/race/config.yaml", "name: race\n")
-        words = line.removeprefix("mlm ")
-        assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_target_of_a_command_exists(command: Command) -> None:
+    assert callable(resolve(command.target))
+    assert command.preflight is None or callable(resolve(command.preflight))
 
 
-@pytest.mark.parametrize(
-    "line, same",
-    [
-        ("help pretrain", "pretrain --help"),
-        ("help pretrain tp", "pretrain --help tp"),
-    ],
-)
-def test_help_takes_a_command(cli: Cli, line: str, same: str) -> None:
+@pytest.mark.parametrize("line", ["", "--help"])
+def test_help_lists_the_commands(cli: Cli, line: str) -> None:
     assert cli(line) == 0
+    shown = [command.usage if takes_task(command) else command.name for command in COMMANDS]
+    assert all(f"  {name}  " in cli.out for name in shown)
+
+
+@pytest.mark.parametrize("line", ["eval --help", "finetune --help"])
+def test_tasks_are_listed_with_what_they_ask(cli: Cli, line: str) -> None:
+    assert cli(line) == 0
+    assert "  wnli         WNLI (GLUE, arXiv:1804.07461): does a sentence follow" in cli.out
+    assert all(f"\n  {name}  " in cli.out for name in task_names())
+
+
+def test_every_task_says_what_it_asks() -> None:
+    assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_version_names_hydras_too(cli: Cli, word: str) -> None:
+    assert cli(word) == 0
+    assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
+
+
+def test_help_lists_groups_and_their_options(cli: Cli) -> None:
+    assert cli("pretrain --help") == 0
+    for shown in (
+        "cluster     local, slurm",
+        "precision   auto, bf16, default, fp16, fp32, fp64",
+        "gpt2_8b",
+        "sc21_1t",
+    ):
+        assert shown in cli.out
+
+
+@pytest.mark.parametrize("command", thinned(COMMANDS, 3), ids=lambda command: command.name)
+def test_every_command_shows_examples_keys_and_exit_codes(cli: Cli, command: Command) -> None:
+    assert cli(f"{command.name}{' race' * takes_task(command)} --help") == 0
+    for heading in ("Usage: mlm", "Examples:", "Keys", "Flags:", "Exit codes:"):
+        assert heading in cli.out
+
+
+def test_help_of_a_key_shows_docstring_and_composed_default(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cli("pretrain --help tp")
     shown = cli.out
-    assert cli(same) == 0
-    assert shown == cli.out
+    assert "Must divide model.num_heads. (a whole number, greater than 0) [default 1]" in " ".join(
+        shown.split()
+    )
+    assert cli("help pretrain tp") == 0
+    assert cli.out == shown
+    cli("pretrain --help out")
+    assert "[default runs/${name}]" in cli.out
+
+
+def test_help_lists_choices_of_the_users_folder(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\n")
+    cli("pretrain --help --config-dir mine")
+    assert "my_model" in cli.out
+    write(tmp_path / "mine/task/reviews.yaml", "# Is a book liked?\nname: reviews\n")
+    for command in ("finetune", "eval reviews"):
+        assert cli(f"{command} --help --config-dir mine") == 0
+        assert "  reviews      Is a book liked?\n" in cli.out
+
+
+def test_list_of_commands_needs_no_library_of_settings() -> None:
+    heavy = {"torch", "numpy", "tokenizers", "pydantic", "hydra", "omegaconf", "rich"}
+    code = (
+        "import sys; from mlm.cli import main; "
+        f"main(['--help']); sys.exit(bool({heavy} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("line", thinned(EXAMPLES, 5))
+def test_example_composes(cli: Cli, tmp_path: Path, line: str) -> None:
+    write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
+    task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
+    write(tmp_path / "my_configs/task/reviews.yaml", task)
+    write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
+    (tmp_path / "runs/shakespeare/checkpoints/step-00000300").mkdir(parents=True)
+    write(tmp_path / "runs/race/config.yaml", "name: race\n")
+    words = line.removeprefix("mlm ")
+    assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +138,6 @@ def test_help_takes_a_command(cli: Cli, line: str, same: str) -> None:
         [
             ("pretrain --help model", "[24 layers, hidden size 1024, 16 heads, 336.2M parameters]"),
             ("pretrain --help experiment", "[model=gpt2_demo parallel=cpu_tp2"),
-            ("pretrain --help pipeline", "(1f1b, gpipe or zb_h1) [default 1f1b]"),
             (
                 "pretrain --help optimizer.betas",
                 "(a list of 2 numbers, at least 0 and below 1) [default [0.9,0.999]]",
@@ -193,19 +186,17 @@ def test_these_commands_start_without_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-class TestShowing:
-    """What would run."""
+def test_cfg_job_prints_the_composition(cli: Cli) -> None:
+    assert cli("pretrain model=gpt2_8b --tp 8 --cfg job") == 0
+    assert "  num_layers: 72\n" in cli.out
+    assert "\ntp: 8\n" in cli.out
+    assert cli.launched.configs == []
 
-    def test_cfg_job_prints_the_composition(self, cli: Cli) -> None:
-        assert cli("pretrain model=gpt2_8b --tp 8 --cfg job") == 0
-        assert "  num_layers: 72\n" in cli.out
-        assert "\ntp: 8\n" in cli.out
-        assert cli.launched.configs == []
 
-    @pytest.mark.parametrize("flags", ["-c job --resolve", "--resolve"])
-    def test_resolve_fills_in_interpolations(self, cli: Cli, flags: str) -> None:
-        assert cli(f"pretrain model=gpt2_8b {flags}") == 0
-        assert "\nout: runs/gpt2_8b\n" in cli.out
+@pytest.mark.parametrize("flags", ["-c job --resolve", "--resolve"])
+def test_resolve_fills_in_interpolations(cli: Cli, flags: str) -> None:
+    assert cli(f"pretrain model=gpt2_8b {flags}") == 0
+    assert "\nout: runs/gpt2_8b\n" in cli.out
 
 
 def test_one_key_resolves_in_a_process_that_has_resolved_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,89 +215,73 @@ def raising(error: BaseException) -> Callable[[], int]:
     return run
 
 
-class TestRuns:
-    """From a sound command line to its target."""
-
-    def test_composed_config_reaches_its_target(self, cli: Cli, tmp_path: Path) -> None:
-        assert cli(f"{SOUND} tp=2 seed=7") == 0
-        assert cli.launched.targets == ["mlm.cli.pretrain.run:run"]
-        assert (cli.launched.config.parallel.tp, cli.launched.config.seed) == (2, 7)
-        assert cli.launched.outs == [Path("runs/gpt2_tiny")]
-        assert (list(tmp_path.iterdir()), cli.out, cli.err) == ([], "", "")
-
-    @pytest.mark.parametrize(
-        "spelled", ["tp=4 compile=true name=a", "--compile tp=4 --name a", "--tp=4 --compile=true --name=a"]
-    )
-    def test_three_spellings_mean_the_same(self, cli: Cli, spelled: str) -> None:
-        cli(f"{SOUND} {spelled}")
-        config = cli.launched.config
-        assert (config.parallel.tp, config.compile, config.name) == (4, True, "a")
-
-    def test_dashes_in_a_long_key_are_underscores(self, cli: Cli, tmp_path: Path) -> None:
-        cli(f"generate --ckpt {tmp_path} --prompt x --max-new-tokens 5")
-        assert cli.launched.config.max_new_tokens == 5
-
-    def test_negative_number_is_a_value(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} --optimizer.lr -1") == 2
-        assert "optimizer.lr=-1.0 must be greater than 0" in cli.err
-
-    @pytest.mark.parametrize(
-        "text",
-        ["To be, or not", "it's", "{a: 1}", "a\\", "", "null"],
-    )
-    def test_text_is_taken_literally(self, cli: Cli, tmp_path: Path, text: str) -> None:
-        assert main(["generate", f"ckpt={tmp_path}", f"prompt={text}"]) == 0
-        assert cli.launched.config.prompt == text
-
-    def test_quoted_text_keeps_hydras_meaning(self, cli: Cli, tmp_path: Path) -> None:
-        assert cli(f"""generate ckpt={tmp_path} "prompt='a, b'" """) == 0
-        assert cli.launched.config.prompt == "a, b"
-
-    def test_users_yaml_stands_beside_the_shipped(self, cli: Cli, tmp_path: Path) -> None:
-        write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
-        assert cli("pretrain --config-dir mine model=my_model data=synthetic precision=bf16") == 0
-        assert (cli.launched.config.model.hidden_size, cli.launched.config.name) == (8, "my_model")
-
-    @pytest.mark.parametrize("plus", ["", "+", "++"])
-    def test_users_group_that_nothing_chooses_is_added(self, cli: Cli, tmp_path: Path, plus: str) -> None:
-        write(tmp_path / "mine/size/small.yaml", "# @package _global_\nseed: 5\n")
-        assert cli(f"pretrain --config-dir mine {plus}size=small model=gpt2_tiny data=synthetic") == 0
-        assert cli.launched.config.seed == 5
-
-    def test_users_experiment_names_its_run_and_needs_its_header(self, cli: Cli, tmp_path: Path) -> None:
-        text = "defaults:\n  - override /model: gpt2_tiny\n  - override /data: synthetic\n"
-        write(tmp_path / "cfg/experiment/mine.yaml", text)
-        assert cli("pretrain --config-dir cfg experiment=mine") == 2
-        assert cli.err.endswith("let its first line be `# @package _global_`\n")
-        write(tmp_path / "cfg/experiment/mine.yaml", f"# @package _global_\n{text}")
-        assert cli("pretrain --config-dir cfg experiment=mine") == 0
-        assert cli.launched.config.out == "runs/mine"
-
-    def test_values_of_a_section_can_be_set_together(self, cli: Cli) -> None:
-        assert cli(f"{SOUND} 'optimizer={{lr: 0.1, eps: 1e-6}}'") == 0
-        assert (cli.launched.config.optimizer.lr, cli.launched.config.optimizer.eps) == (0.1, 1e-6)
-
-    def test_module_equals_command(self, tmp_path: Path) -> None:
-        line = [sys.executable, "-m", "mlm", "plan", "schedule", "pp=4", "--cfg", "job"]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stdout.startswith("pp: 4\n")
+def test_composed_config_reaches_its_target(cli: Cli, tmp_path: Path) -> None:
+    assert cli(f"{SOUND} tp=2 seed=7") == 0
+    assert cli.launched.targets == ["mlm.cli.pretrain.run:run"]
+    assert (cli.launched.config.parallel.tp, cli.launched.config.seed) == (2, 7)
+    assert cli.launched.outs == [Path("runs/gpt2_tiny")]
+    assert (list(tmp_path.iterdir()), cli.out, cli.err) == ([], "", "")
 
 
-class TestExitCodes:
-    """Exit codes and messages of ended runs."""
+@pytest.mark.parametrize(
+    "spelled", ["tp=4 compile=true name=a", "--compile tp=4 --name a", "--tp=4 --compile=true --name=a"]
+)
+def test_three_spellings_mean_the_same(cli: Cli, spelled: str) -> None:
+    cli(f"{SOUND} {spelled}")
+    config = cli.launched.config
+    assert (config.parallel.tp, config.compile, config.name) == (4, True, "a")
 
-    def test_exit_code_of_the_job_is_ours(self, cli: Cli) -> None:
-        cli.launched.run = lambda: 143
-        assert cli(SOUND) == 143
-        assert cli.err == ""
 
-    @pytest.mark.parametrize("error, code", [(UserError("disk full"), 2), (CorruptFileError("disk full"), 1)])
-    def test_mistake_found_while_running_is_one_line(self, cli: Cli, error: Exception, code: int) -> None:
-        cli.launched.run = raising(error)
-        assert cli(SOUND) == code
-        assert cli.err == "mlm pretrain: disk full\n"
+def test_negative_numbers_and_sections_are_values(cli: Cli) -> None:
+    assert cli(f"{SOUND} --optimizer.lr -1") == 2
+    assert "optimizer.lr=-1.0 must be greater than 0" in cli.err
+    assert cli(f"{SOUND} 'optimizer={{lr: 0.1, eps: 1e-6}}'") == 0
+    assert (cli.launched.config.optimizer.lr, cli.launched.config.optimizer.eps) == (0.1, 1e-6)
 
-    def test_defect_keeps_its_traceback(self, cli: Cli) -> None:
-        cli.launched.run = raising(ZeroDivisionError("ours"))
-        with pytest.raises(ZeroDivisionError, match="ours"):
-            cli(SOUND)
+
+@pytest.mark.parametrize("text", ["To be, or not", "it's", "{a: 1}", "a\\", "", "null"])
+def test_text_is_taken_literally_unless_it_is_quoted(cli: Cli, tmp_path: Path, text: str) -> None:
+    assert main(["generate", f"ckpt={tmp_path}", f"prompt={text}", "--max-new-tokens", "5"]) == 0
+    assert (cli.launched.config.prompt, cli.launched.config.max_new_tokens) == (text, 5)
+    cli.launched.configs.clear()
+    assert cli(f"""generate ckpt={tmp_path} "prompt='a, b'" """) == 0  # as Hydra means it
+    assert cli.launched.config.prompt == "a, b"
+
+
+def test_users_yaml_stands_beside_the_shipped(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
+    assert cli("pretrain --config-dir mine model=my_model data=synthetic precision=bf16") == 0
+    assert (cli.launched.config.model.hidden_size, cli.launched.config.name) == (8, "my_model")
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_users_group_that_nothing_chooses_is_added(cli: Cli, tmp_path: Path, plus: str) -> None:
+    write(tmp_path / "mine/size/small.yaml", "# @package _global_\nseed: 5\n")
+    assert cli(f"pretrain --config-dir mine {plus}size=small model=gpt2_tiny data=synthetic") == 0
+    assert cli.launched.config.seed == 5
+
+
+def test_users_experiment_names_its_run_and_needs_its_header(cli: Cli, tmp_path: Path) -> None:
+    text = "defaults:\n  - override /model: gpt2_tiny\n  - override /data: synthetic\n"
+    write(tmp_path / "cfg/experiment/mine.yaml", text)
+    assert cli("pretrain --config-dir cfg experiment=mine") == 2
+    assert cli.err.endswith("let its first line be `# @package _global_`\n")
+    write(tmp_path / "cfg/experiment/mine.yaml", f"# @package _global_\n{text}")
+    assert cli("pretrain --config-dir cfg experiment=mine") == 0
+    assert cli.launched.config.out == "runs/mine"
+
+
+def test_exit_code_of_the_job_is_ours_and_a_defect_keeps_its_traceback(cli: Cli) -> None:
+    cli.launched.run = lambda: 143
+    assert cli(SOUND) == 143
+    assert cli.err == ""
+    cli.launched.run = raising(ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        cli(SOUND)
+
+
+@pytest.mark.parametrize("error, code", [(UserError("disk full"), 2), (CorruptFileError("disk full"), 1)])
+def test_mistake_found_while_running_is_one_line(cli: Cli, error: Exception, code: int) -> None:
+    cli.launched.run = raising(error)
+    assert cli(SOUND) == code
+    assert cli.err == "mlm pretrain: disk full\n"

@@ -17,12 +17,9 @@ from tests.slow import thinned
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
-TASKS = ", ".join(task_names())
 EVALUATIONS = ", ".join(
     command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]
 )
-LISTED = "list: mlm pretrain --help"
-OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME"
 
 
 @pytest.mark.parametrize(
@@ -31,15 +28,10 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
         [
             ("pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
             ("sample", "mlm: unknown command 'sample'; did you mean 'generate'? (list: mlm --help)"),
-            ("eval ckpt=a", f"mlm eval: name a task: {EVALUATIONS}, {TASKS}"),
+            ("eval ckpt=a", f"mlm eval: name a task: {EVALUATIONS}, {', '.join(task_names())}"),
             (
                 "finetune rac ckpt=a",
                 "mlm finetune: task=rac: no such choice; did you mean race? (list: mlm finetune --help)",
-            ),
-            (
-                "plan layouts hardware=rtx_5090",
-                "mlm plan layouts: hardware=rtx_5090: no such choice; choose dgx2h_v100_32g, dgx_a100_40g, "
-                "dgx_a100_80g, dgx_b200, dgx_h100, dgx_h200, mi300x or rtx_4090",
             ),
             ("data", "mlm data: name a task: tokenizer, build, merge, split, inspect, verify"),
             ("import megatron", "mlm import: unknown task 'megatron'; did you mean 'mlm convert'?"),
@@ -50,11 +42,6 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
             (
                 "plan layouts parallel=sc21_1t",
                 "mlm plan layouts: 'parallel' is a section: set its keys, such as tp=…",
-            ),
-            (
-                f"{SOUND} checkpoint.from_mirror=true",
-                "mlm pretrain: checkpoint.from_mirror=true: has no effect with checkpoint.mirror=null; "
-                "remove it, or set checkpoint.mirror",
             ),
             (
                 "eval lambada ckpt=. data.path=texts",
@@ -79,16 +66,12 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
             ("--cfg", "--cfg needs a value: job"),
             ("--config-dir nowhere", "--config-dir=nowhere: no such folder; name one laid out like configs/"),
             ("modle.hidden_size=1", "unknown key 'modle.hidden_size'; did you mean 'model.hidden_size'?"),
-            ("+lr=1", "unknown key 'lr'; did you mean 'optimizer.lr'?"),
             ("train=9", "'train' is a section: set its keys, such as train.steps=…"),
             ("tp", "cannot read 'tp': expected key=value; did you mean tp=…?"),
-            *(
-                (words, f"{problem}; {OWN_CONFIG}")
-                for words, problem in (
-                    ("config/mine.py", "cannot read 'config/mine.py': no file of settings is read"),
-                    ("--config mine.yaml", "unknown key 'config'"),
-                    ("--config-name mine", "unknown key 'config_name'"),
-                )
+            (
+                "config/mine.py",
+                "cannot read 'config/mine.py': no file of settings is read; write your settings to "
+                "DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME",
             ),
             (
                 "hydra.run.dir=x",
@@ -97,10 +80,6 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
             ),
             # values
             ("tp=x", "tp=x must be a whole number"),
-            (
-                f"tp={'1' * 4400}",
-                f"cannot read 'tp={'1' * 96}…{'1' * 18}': tp must be a whole number, such as 'tp=1'",
-            ),
             (
                 "'optimizer.betas=(0.9,0.95)'",
                 "cannot read 'optimizer.betas=(0.9,0.95)': optimizer.betas must be a list of 2 numbers, such "
@@ -121,7 +100,10 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
                 "unknown key 'model.num_kv_heads'; a part of Llama, Mistral and Qwen (model=llama3_8b, …): "
                 "model.options.num_kv_heads",
             ),
-            ("model=gpt2_9b", f"model=gpt2_9b: no such choice; did you mean gpt2_8b? ({LISTED})"),
+            (
+                "model=gpt2_9b",
+                "model=gpt2_9b: no such choice; did you mean gpt2_8b? (list: mlm pretrain --help)",
+            ),
             ("tp=1,2", "tp=1,2: more than one value; start a run for each, or quote the value"),
             # names of other programs
             ("block_size=8", "unknown key 'block_size'; did you mean 'data.seq_length'?"),
@@ -179,14 +161,11 @@ def test_all_problems_come_in_one_report_but_those_that_follow(
     assert cli.launched.configs == []
 
 
-def test_broken_yaml_is_named(cli: Cli, tmp_path: Path) -> None:
+def test_broken_yaml_and_unknown_keys_in_it_are_named(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "mine/model/broken.yaml", "a: [1\n")
     assert cli("pretrain -cd mine model=broken") == 2
     assert cli.err.count("\n") == 1
     assert "mine/model/broken.yaml" in cli.err
-
-
-def test_unknown_key_in_the_users_yaml_is_named(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "mine/train/x.yaml", "step: 3\n")
     assert cli(f"{SOUND} -cd mine train=x") == 2
     assert "unknown key 'train.step'" in cli.err

@@ -12,12 +12,7 @@ from mlm.cli import main
 from tests.slow import slow_but, thinned
 from tests.util.as_nobody import as_nobody, open_folder
 
-LINES = (
-    "eval loss ckpt={} path=x",
-    "export hf ckpt={} out=x",
-    "finetune race ckpt={} out=x",
-    "pretrain resume={} out=x",
-)
+LINES = ("eval loss ckpt={} path=x", "export hf ckpt={} out=x", "pretrain resume={} out=x")
 
 
 @pytest.mark.parametrize("line", slow_but({0}, LINES))

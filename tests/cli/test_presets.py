@@ -50,9 +50,7 @@ def test_shipped_choice_composes_into_a_run_spec_without_problem(choice: str) ->
     layout = config.parallel
     world_size = layout.replica * (layout.dp or 1)
     problems = check_pretrain(config, world_size=world_size, local_devices=8)
-    assert [
-        problem for problem in problems if not problem.startswith("data.path")
-    ] == []  # the user has the corpus
+    assert [p for p in problems if not p.startswith("data.path")] == []  # the user has the corpus
 
 
 @pytest.mark.parametrize(("group", "name"), [(g, n) for g in ("recipe", "executor") for n in SHIPPED[g]])
@@ -139,16 +137,9 @@ def test_v1_experiment_has_the_papers_training_settings() -> None:
     config = pretrain("experiment=v1_8_3b")
     assert config.parallel.tp * (config.parallel.dp or 1) == 512  # GPUs, figure 5
     assert config.train.global_batch_size == 512
-    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad_norm) == (
-        1.5e-4,
-        0.01,
-        1.0,
-    )
-    assert (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.min_lr) == (
-        3000,
-        300_000,
-        1e-5,
-    )
+    given, schedule = config.optimizer, config.schedule
+    assert (given.lr, given.weight_decay, given.clip_grad_norm) == (1.5e-4, 0.01, 1.0)
+    assert (schedule.warmup_steps, schedule.decay_steps, schedule.min_lr) == (3000, 300_000, 1e-5)
     assert (config.precision.dtype, config.model.hidden_dropout, config.model.init_std) == ("fp16", 0.1, 0.02)
 
 

@@ -16,6 +16,7 @@ from mlm.config.tree import flatten
 from mlm.runs.config import PretrainConfig
 from mlm.training.loop import composed_yaml
 from tests.slow import slow_but, thinned
+from tests.util.special_files import put
 
 HEAD = "command: pretrain\n"
 BOMB = "".join(
@@ -84,13 +85,7 @@ def write(run: Path, text: str | bytes) -> None:
 
 
 WHOLE = (
-    "group of Hydra",
-    "another command",
-    "two documents",
-    "size",
-    "no mapping",
-    "empty",
-    "no YAML",
+    *("group of Hydra", "another command", "two documents", "size", "no mapping", "empty", "no YAML"),
     "no UTF-8",
 )
 """Cases that are a file as they stand; the others stand behind what a run writes first."""
@@ -121,19 +116,13 @@ def test_a_saved_config_that_is_not_data_is_an_error(
     assert os.listdir() == ["theirs"], "something was written"
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device", "link"])
 def test_only_a_plain_file_is_read(theirs: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
-    path = theirs / "config.yaml"
-    (theirs / "other.yaml").write_text("name: a\n")
-    match kind:
-        case "link":
-            path.symlink_to(theirs / "other.yaml")
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
-        case "device":
-            path.symlink_to("/dev/zero")
+    if kind == "link":
+        (theirs / "other.yaml").write_text("name: a\n")
+        (theirs / "config.yaml").symlink_to(theirs / "other.yaml")
+    else:
+        put(kind, theirs / "config.yaml")
     assert main(["pretrain", "resume=theirs/run", "--cfg", "job"]) == 2
     assert "theirs/run/config.yaml" in capfd.readouterr().err
 
@@ -161,69 +150,67 @@ precision: {dtype: bf16, min_loss_scale: 2.0}
 )
 
 
-class TestTyped:
-    """Overrides after resume= are applied on top of the saved settings."""
-
-    def test_nothing_typed_leaves_the_saved_values(
-        self, theirs: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        write(theirs, SAVED)
-        found = composed(capfd, "resume=theirs/run")
-        saved = yaml.safe_load(SAVED.replace("1e-3", "1.0e-3").removeprefix(HEAD)) | {"out": "theirs/run"}
-        assert (
-            flatten(found).items()
-            >= {k: v for k, v in flatten(saved).items() if k != "optimizer.betas"}.items()
-        )
-        assert found["optimizer"]["betas"] == [0.8, 0.9]
-
-    def test_a_key_replaces_that_key(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        write(theirs, SAVED)
-        found = composed(
-            capfd, "resume=theirs/run", "optimizer.lr=5e-4", "tp=1", "--train.steps", "9", "out=o"
-        )
-        assert [found["optimizer"][key] for key in ("lr", "betas", "eps")] == [5e-4, [0.8, 0.9], 1e-6]
-        assert (found["tp"], found["train"]["steps"], found["out"], found["name"]) == (1, 9, "o", "mine")
-
-    def test_a_group_replaces_the_keys_it_sets(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        """The choice that is the default of a new run too, which composing alone would not show."""
-        write(theirs, SAVED)
-        found = composed(capfd, "resume=theirs/run", "precision=fp32")
-        assert (found["precision"]["dtype"], found["precision"]["min_loss_scale"]) == ("fp32", 2.0)
-        assert found["data"]["seq_length"] == 16
-
-    def test_groups_of_ones_own_join(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        """They are typed, so Hydra composes them; their interpolations see the saved values."""
-        write(theirs, SAVED)
-        Path("mine/optimizer").mkdir(parents=True)
-        Path("mine/optimizer/slow.yaml").write_text("lr: 1e-9\nweight_decay: ${model.num_layers}\n")
-        found = composed(
-            capfd,
-            "resume=theirs/run",
-            "--config-dir",
-            "mine",
-            "optimizer=slow",
-            "schedule.min_lr=0",
-            "--resolve",
-        )
-        assert (found["optimizer"]["lr"], found["optimizer"]["weight_decay"]) == (1e-9, 3)
-
-    @pytest.mark.parametrize(
-        ("words", "problem"),
-        [
-            (f"resume={'x' * 300}", "too long for a file system"),
-            ("resume=", "empty"),
-            ("resume=theirs", "holds no config.yaml"),
-            ("resume=theirs/run optimzer.lr=1", "did you mean 'optimizer.lr'?"),
-        ],
+def test_nothing_typed_leaves_the_saved_values(theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(theirs, SAVED)
+    found = composed(capfd, "resume=theirs/run")
+    saved = yaml.safe_load(SAVED.replace("1e-3", "1.0e-3").removeprefix(HEAD)) | {"out": "theirs/run"}
+    assert (
+        flatten(found).items() >= {k: v for k, v in flatten(saved).items() if k != "optimizer.betas"}.items()
     )
-    def test_a_mistake_is_one_line(
-        self, theirs: Path, capfd: pytest.CaptureFixture[str], words: str, problem: str
-    ) -> None:
-        write(theirs, SAVED)
-        assert main(["pretrain", *words.split(), "data=synthetic"]) == 2
-        err = capfd.readouterr().err
-        assert problem in err
-        assert len(err.splitlines()) == 1
+    assert found["optimizer"]["betas"] == [0.8, 0.9]
+
+
+def test_a_typed_key_replaces_the_saved_one(theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(theirs, SAVED)
+    found = composed(capfd, "resume=theirs/run", "optimizer.lr=5e-4", "tp=1", "--train.steps", "9", "out=o")
+    assert [found["optimizer"][key] for key in ("lr", "betas", "eps")] == [5e-4, [0.8, 0.9], 1e-6]
+    assert (found["tp"], found["train"]["steps"], found["out"], found["name"]) == (1, 9, "o", "mine")
+
+
+def test_a_typed_group_replaces_the_saved_keys_that_it_sets(
+    theirs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The choice that is the default of a new run too, which composing alone would not show."""
+    write(theirs, SAVED)
+    found = composed(capfd, "resume=theirs/run", "precision=fp32")
+    assert (found["precision"]["dtype"], found["precision"]["min_loss_scale"]) == ("fp32", 2.0)
+    assert found["data"]["seq_length"] == 16
+
+
+def test_groups_of_ones_own_join_saved_values(theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are typed, so Hydra composes them; their interpolations see the saved values."""
+    write(theirs, SAVED)
+    Path("mine/optimizer").mkdir(parents=True)
+    Path("mine/optimizer/slow.yaml").write_text("lr: 1e-9\nweight_decay: ${model.num_layers}\n")
+    found = composed(
+        capfd,
+        "resume=theirs/run",
+        "--config-dir",
+        "mine",
+        "optimizer=slow",
+        "schedule.min_lr=0",
+        "--resolve",
+    )
+    assert (found["optimizer"]["lr"], found["optimizer"]["weight_decay"]) == (1e-9, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (f"resume={'x' * 300}", "too long for a file system"),
+        ("resume=", "empty"),
+        ("resume=theirs", "holds no config.yaml"),
+        ("resume=theirs/run optimzer.lr=1", "did you mean 'optimizer.lr'?"),
+    ],
+)
+def test_a_mistake_beside_a_saved_run_is_one_line(
+    theirs: Path, capfd: pytest.CaptureFixture[str], words: str, problem: str
+) -> None:
+    write(theirs, SAVED)
+    assert main(["pretrain", *words.split(), "data=synthetic"]) == 2
+    err = capfd.readouterr().err
+    assert problem in err
+    assert len(err.splitlines()) == 1
 
 
 def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:

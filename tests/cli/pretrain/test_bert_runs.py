@@ -5,7 +5,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.cli import main
 from mlm.cli.compose.composition import load_config
 from mlm.cli.evaluate.loss import preflight
+from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.blend_history import seed_of
 from mlm.data.sampler import eval_batches
 from mlm.models.bert.samples import BERTSamples
@@ -34,7 +34,6 @@ from tests.training.records import records
 WORDS = """
 sun moon star sea river stone tree bird wolf king queen crown sword night day wind rain snow
 """.split()  # noqa: SIM905
-SEQ = 32
 
 
 def story(rng: random.Random) -> str:
@@ -59,13 +58,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def typed(corpus: Path, *more: str) -> list[str]:
     return [
-        "model=bert_tiny",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        f"data.seq_length={SEQ}",
-        "train.global_batch_size=4",
-        "train.micro_batch_size=2",
-        "train.validate_batches=2",
+        *("model=bert_tiny", "model.vocab_size=256", "model.hidden_size=32", "data.seq_length=32"),
+        *("train.global_batch_size=4", "train.micro_batch_size=2", "train.validate_batches=2"),
         "schedule=constant",
         *([] if any("data." in word for word in more) else [f"data.path={corpus}"]),
         *more,
@@ -79,7 +73,6 @@ def spec(corpus: Path, *more: str) -> PretrainConfig:
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of a tiny BERT."""
     out = tmp_path_factory.mktemp("run") / "bert"
     words = typed(corpus, "train.steps=6", "train.validate_every=3", "log.every=1", f"out={out}")
     assert main(["pretrain", *words]) == 0
@@ -101,15 +94,11 @@ def test_both_losses_and_accuracies_are_logged_and_validated(run: Path) -> None:
     assert steps[0]["sop_loss"] == pytest.approx(np.log(2), rel=0.05)
 
 
-def scored(run: Path, corpus: Path, out: Path, *more: str) -> dict[str, Any]:
-    assert main(["eval", "loss", f"ckpt={run}", f"path={corpus}/validation", f"out={out}", *more]) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
 def test_a_score_is_the_mean_over_all_samples(run: Path, corpus: Path, tmp_path: Path) -> None:
     """Against the batches of the validation set summed here, one sample at a time."""
-    found = scored(run, corpus, tmp_path / "score.json")
+    words = [f"ckpt={run}", f"path={corpus}/validation", f"out={tmp_path / 'score.json'}"]
+    assert main(["eval", "loss", *words]) == 0
+    found = json.loads((tmp_path / "score.json").read_text())
     config = spec(corpus, "precision=fp64")
     trainer = Trainer(config, shape_context())
     load_weights(tuple(trainer.shards), resolve(run), trainer.ctx)
@@ -129,12 +118,7 @@ def test_a_score_is_the_mean_over_all_samples(run: Path, corpus: Path, tmp_path:
 
 
 def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path) -> None:
-    """Sample for sample, in the blend's order."""
-    twin = tmp_path / "twin"
-    twin.mkdir()
-    for file in corpus.iterdir():
-        if file.is_file():
-            (twin / file.name).write_bytes(file.read_bytes())
+    twin = shutil.copytree(corpus, tmp_path / "twin")
     config = spec(corpus, f"data.blend=[0.25 {corpus},0.75 {twin}]")
     blend = train_dataset(config, 40)
     source, number = blend.locate(np.arange(40))  # type: ignore[attr-defined]
@@ -153,30 +137,22 @@ def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path
         assert samples.is_swapped[k] == expected.is_swapped[0]
 
 
-def test_documents_that_are_not_split_are_rejected(corpus: Path) -> None:
-    receipt = corpus / "corpus.json"
-    said = receipt.read_text()
-    try:
-        receipt.write_text(json.dumps(json.loads(said) | {"sentences": False}))
-        assert "sentences=true" in "\n".join(corpus_problems(spec(corpus)))
-    finally:
-        receipt.write_text(said)
-    assert corpus_problems(spec(corpus)) == []
-
-
-def test_a_tokenizer_without_a_mask_is_rejected(corpus: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a story of the sea " * 50)
-    assert main(["data", "tokenizer", f"input={text}", "vocab_size=300", f"out={tmp_path}/bpe.json"]) == 0
+def test_documents_that_are_not_split_and_a_tokenizer_without_a_mask_are_rejected(
+    corpus: Path, tmp_path: Path
+) -> None:
+    receipt = json.loads((corpus / "corpus.json").read_text())
+    whole = shutil.copytree(corpus, tmp_path / "whole")
+    (whole / "corpus.json").write_text(json.dumps(receipt | {"sentences": False}))
+    assert "sentences=true" in "\n".join(corpus_problems(spec(whole)))
     config = spec(corpus)
+    assert corpus_problems(config) == []
+    (tmp_path / "bpe.json").write_bytes(train_bpe(["a story of the sea " * 50], 300).content)
     config = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "bpe.json")))
     assert "[MASK]" in "\n".join(corpus_problems(config))
 
 
 def test_a_score_needs_the_tokenizer_before_ranks_start(run: Path, corpus: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "run"
-    shutil.copytree(run, bare)
+    bare = shutil.copytree(run, tmp_path / "run")
     (bare / "tokenizer.json").unlink()
-    config = load_config("eval_loss", [f"ckpt={bare}", f"path={corpus}/validation"])
-    (problem,) = preflight(config)
+    (problem,) = preflight(load_config("eval_loss", [f"ckpt={bare}", f"path={corpus}/validation"]))
     assert "tokenizer=" in problem

@@ -54,7 +54,6 @@ def test_a_run_ends_after_so_many_validations_without_a_lower_loss(run: Path) ->
 
 
 def test_the_best_weights_score_what_their_validation_did(run: Path, corpus: Path, tmp_path: Path) -> None:
-    """ckpt=RUN, which says that it takes them."""
     found = score_of(run, tmp_path, f"path={corpus / 'validation'}")
     assert found == pytest.approx(min(validated(run)), abs=1e-5)
 

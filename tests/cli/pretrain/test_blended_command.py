@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Corpora wiki, web and code."""
     return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
@@ -33,7 +31,6 @@ def pretrain(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def blended(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the command on two corpora."""
     out = tmp_path_factory.mktemp("runs") / "blended"
     pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}")
     return out
@@ -74,18 +71,6 @@ def test_receipts_travel_into_checkpoint_and_records(blended: Path, made: Path) 
     wiki = segment["sources"][0]
     assert (wiki["receipt"], wiki["tokens"]) == (receipt, digest_file(made / "wiki" / "train.bin"))
     assert records(str(blended), "run")[0]["corpora"][0]["receipt"] == receipt
-
-
-@pytest.mark.slow
-def test_a_changed_blend_is_reported_when_resumed(
-    blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(blended, out)
-    pretrain(f"data.blend=[{made}/web,{made}/code]", f"out={out}", "train.steps=7", "data.change=true")
-    said = "data changed at sample 48: web 50.00% (was 70.00%), code 50.00% (new); without wiki"
-    assert said in capsys.readouterr().out
-    assert [s["from_sample"] for s in segments(out)] == [0, 48]
 
 
 def test_a_validation_set_that_is_named_is_the_only_one(made: Path, tmp_path: Path) -> None:

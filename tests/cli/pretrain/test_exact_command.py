@@ -19,7 +19,6 @@ WORDS = """
 
 
 def test_digests_of_saves_are_those_of_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Printed, in metrics.jsonl, and shown by `mlm ckpt verify` in the terminal and its JSON."""
     digests = []
     for name, layout in (("one", ["dist.threads_per_rank=2"]), ("two", ["tp=2"])):
         out = tmp_path / name

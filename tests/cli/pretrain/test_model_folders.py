@@ -15,7 +15,6 @@ from mlm.convert.source import open_source
 from mlm.data.config import DataConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.runs.corpora import train_dataset
 from mlm.tracking.config import LogConfig
@@ -24,7 +23,7 @@ from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import losses
-from tests.ranks import run_on_ranks
+from tests.ranks import command, run_on_ranks
 
 STEPS, BATCH = 3, 4
 
@@ -57,14 +56,10 @@ def settings(folder: Path, out: str, **changes: object) -> PretrainConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-def trained(ctx: ParallelContext, config: PretrainConfig) -> None:
-    run(config, ctx)
-
-
 def test_continued_pretraining_at_tp_2_equals_a_plain_loop_of_transformers(folder: Path) -> None:
     config = settings(folder, "out", parallel=ParallelConfig(tp=2))
     assert preflight(config) == []
-    run_on_ranks(trained, config, tp=2)
+    run_on_ranks(command, run, config, tp=2)
     samples = torch.from_numpy(train_dataset(config, STEPS * BATCH).gather(range(STEPS * BATCH)))
     model, given = transformers.LlamaForCausalLM.from_pretrained(folder / "llama"), config.optimizer
     optimizer = torch.optim.AdamW(

@@ -1,20 +1,15 @@
 """`mlm pretrain` on a corpus in a store: the losses of the same corpus on a disk, and its errors."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mlm.cli import main
-from mlm.cli.compose.composition import load_config
-from mlm.cli.evaluate import loss
 from mlm.data import receipt, stored_corpus
 from mlm.data.stored_corpus import copy_locally
-from mlm.runs.config import PretrainConfig
 from mlm.util import files
-from mlm.util.errors import UserError
 from mlm.util.files import digest_file
 from tests.cli.pretrain.test_blended_command import TINY
 from tests.slow import thinned
@@ -58,7 +53,7 @@ def test_losses_are_those_of_the_corpus_on_a_disk_through_failures_and_a_resume(
     store.fail = lambda number: "truncate" if number % 5 == 0 else None
     words = [*TINY, f"data.path={URL}", f"data.cache={tmp_path / 'cache'}", f"out={tmp_path / 'stored'}"]
     assert main(["pretrain", *words, "train.steps=3"]) == 0
-    assert main(["pretrain", *words]) == 0
+    assert main(["pretrain", *words, "data.cache_gb=1e-6"]) == 0  # which may change
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     (segment,) = segments(tmp_path / "stored")
     assert segment["sources"][0]["path"] == f"{URL}/train"
@@ -92,20 +87,6 @@ def test_eval_loss_scores_the_validation_set_in_the_store(
     assert result["corpus_digest"] == digest_file(corpora / "wiki/validation.bin")
 
 
-def test_eval_loss_does_not_look_for_a_store_below_the_working_directory(
-    store: Store, corpora: Path, tmp_path: Path
-) -> None:
-    """A run on a corpus in a store that has no validation part."""
-    for end in ("bin", "idx"):
-        shutil.copy(corpora / f"wiki/train.{end}", tmp_path)
-    url = store.upload(tmp_path, f"{BUCKET}/train_only")
-    words = ["out=runs/a", f"data.path={url}", f"data.cache={tmp_path / 'cache'}"]
-    trained: PretrainConfig = load_config("pretrain", words)
-    (step := tmp_path / "run/step-00000001").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"^path=null and the run had no validation set: give path="):
-        loss.corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained)
-
-
 @pytest.mark.parametrize(
     ("word", "line"),
     thinned(
@@ -130,24 +111,6 @@ def test_what_is_no_corpus_in_a_store_is_one_line(
     printed = capfd.readouterr().err
     assert line in printed
     assert "Traceback" not in printed
-
-
-@pytest.mark.slow
-def test_a_block_that_is_damaged_and_another_limit_leave_the_losses(
-    store: Store, corpora: Path, tmp_path: Path
-) -> None:
-    """Blocks with a wrong bit are fetched again; data.cache_gb may change on resume."""
-    words = [*TINY, f"data.path={URL}", f"data.cache={tmp_path / 'cache'}"]
-    assert main(["pretrain", *words, f"out={tmp_path / 'whole'}"]) == 0
-    assert main(["pretrain", *words, f"out={tmp_path / 'out'}", "train.steps=3"]) == 0
-    (blocks,) = (tmp_path / "cache").glob("*/wiki/train.bin.blocks")
-    for block in blocks.iterdir():
-        content = bytearray(block.read_bytes())
-        content[2] ^= 1
-        block.write_bytes(content)
-    again = [f"resume={tmp_path / 'out'}", "data.cache_gb=1e-6", "train.steps=6"]
-    assert main(["pretrain", *again]) == 0
-    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
 def test_credentials_revoked_in_a_run_end_it_with_one_line(
