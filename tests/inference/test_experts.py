@@ -28,7 +28,6 @@ SIZES = {"dp": 2, "ep": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mixtral of transformers with random weights, and what is scored."""
     made = tmp_path_factory.mktemp("experts")
     write_llama(made / "mixtral", kind="Mixtral")
     write_wikitext(made)
@@ -37,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_texts_are_those_of_one_process(folder: Path) -> None:
-    """Texts end at different steps, and prompts have different lengths."""
     prompts = folder / "prompts.txt"
     prompts.write_text("To be\nA\nThe cat sat on the mat, and\n")
     found = []

@@ -28,7 +28,6 @@ MOST = SHAPE["n_positions"]
 
 @cache
 def prompts() -> list[list[int]]:
-    """Of different lengths, one of a single token."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 331, (n,), generator=generator).tolist() for n in (5, 1, 17, 9, 20)]
 
@@ -59,7 +58,6 @@ def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> 
 
 
 def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int, **how: Any) -> list[int]:
-    """The greedy continuation by transformers, alone and without a cache."""
     tokens = torch.tensor([prompt])
     how |= {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
     out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, **how)
@@ -136,15 +134,12 @@ def test_a_full_context_is_halved_and_continues(model: GPT2LMHeadModel, trained:
             done = end
 
 
-def test_a_text_ends_before_its_end_token(trained: LoadedModel) -> None:
+def test_a_text_ends_before_its_end_token_or_where_until_says(trained: LoadedModel) -> None:
     whole = ours(trained, GREEDY)
     end = whole[2][4]
     want = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
     assert want != whole
     assert ours(trained, GREEDY, eod_id=end) == want
-
-
-def test_until_ends_a_text_behind_its_newest_token(trained: LoadedModel) -> None:
     whole = ours(trained, GREEDY)
     got = ours(trained, GREEDY, until=lambda i, tokens: len(tokens) == i + 1)
     assert got == [tokens[: i + 1] for i, tokens in enumerate(whole)]

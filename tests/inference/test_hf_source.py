@@ -22,12 +22,7 @@ from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, digest_file
 from mlm.verify.huggingface import our_outputs, reference_outputs
 from tests.checkpoints_on_disk import write_run
-from tests.convert.hf_models import (
-    MODEL,
-    add_tokenizer,
-    hub_cache,
-    make_model,
-)
+from tests.convert.hf_models import MODEL, add_tokenizer, hub_cache, make_model
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
 
@@ -58,6 +53,12 @@ def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     want = digest_bytes(canonical({name: digest_file(folder / name) for name in names}))
     assert run_on_ranks(digest, folder, tp=2) == [want, want]
+
+
+def test_padding_rows_are_zero(folder: Path) -> None:
+    """The vocabulary's padding must not hold what the memory held before."""
+    trained = load_trained(open_source(str(folder)), ParallelConfig(), PrecisionConfig(), shape_context())
+    assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
 
 
 def test_a_run_directory_with_a_config_json_is_still_ours(tmp_path: Path) -> None:
@@ -125,9 +126,3 @@ def test_a_model_of_the_hub_is_read_from_its_cache(
     assert (set(asked), trained.path, trained.config.name) == ({"someone/tiny"}, snapshot, "tiny")
     assert trained.manifest.state["source"]["revision"] == snapshot.name
     assert trained.source.result_file("score.json") == Path("tiny-score.json")
-
-
-def test_padding_rows_are_zero(folder: Path) -> None:
-    """The vocabulary's padding must not hold what the memory held before."""
-    trained = load_trained(open_source(str(folder)), ParallelConfig(), PrecisionConfig(), shape_context())
-    assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()

@@ -207,28 +207,20 @@ def test_a_stopped_run_continues_where_it_was(reference: Reference, stopped: Pat
     assert go_on(reference, stopped) == [29]
 
 
-def test_a_torn_last_line_is_scored_again(reference: Reference, stopped: Path) -> None:
-    stopped.write_bytes(stopped.read_bytes()[:-5])
-    assert go_on(reference, stopped)[0] == 17
-
-
-DAMAGE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "no JSON": lambda lines: [*lines[:3], b"\xff{", *lines[3:]],
-    "no row": lambda lines: [*lines, b"7"],
-    "no header": lambda lines: lines[1:],
-    "empty": lambda lines: [],
-}
-
-
-def test_another_identity_starts_anew(reference: Reference, stopped: Path) -> None:
-    assert go_on(reference, stopped, identity="two")[0] == 6
-
-
-@pytest.mark.parametrize("damage", ["no JSON", "no header"])
-def test_a_damaged_file_is_written_anew(reference: Reference, stopped: Path, damage: str) -> None:
-    lines = DAMAGE[damage](stopped.read_bytes().splitlines())
-    stopped.write_bytes(b"".join(line + b"\n" for line in lines))
-    assert go_on(reference, stopped)[0] == 6
+@pytest.mark.parametrize(
+    ("damage", "identity", "scored"),
+    [
+        (lambda content: content[:-5], "one", 17),  # the torn line again, and all where more is damaged
+        (lambda content: content.replace(b"\n", b"\n\xff{\n", 3), "one", 6),
+        (lambda content: content.partition(b"\n")[2], "one", 6),  # without its header
+        (lambda content: content, "two", 6),
+    ],
+)
+def test_damaged_scores_and_those_of_another_identity_are_computed_again(
+    reference: Reference, stopped: Path, damage: Callable[[bytes], bytes], identity: str, scored: int
+) -> None:
+    stopped.write_bytes(damage(stopped.read_bytes()))
+    assert go_on(reference, stopped, identity=identity)[0] == scored
 
 
 def kept_on_rank(
@@ -241,7 +233,6 @@ def kept_on_rank(
 
 @pytest.mark.slow
 def test_every_rank_continues_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
-    """At another layout than it was stopped at."""
     model, run = reference
     requests = random_requests(model)
     results = run_on_ranks(kept_on_rank, run, requests, stopped, tp=2, dp=2)

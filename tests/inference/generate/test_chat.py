@@ -38,9 +38,8 @@ def answers(llama: Path, *settings: str) -> list[dict[str, Any]]:
 
 def their_answer(llama: Path, messages: list[dict[str, str]]) -> list[int]:
     tokenizer, model = theirs(llama), transformers.AutoModelForCausalLM.from_pretrained(llama)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")[
-        "input_ids"
-    ]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    ids = asked["input_ids"]
     ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")]
     found = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=ends, pad_token_id=ends[1])
     return [id for id in found[0, ids.shape[1] :].tolist() if id not in ends]
@@ -80,19 +79,12 @@ def test_message_comes_from_standard_input(
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_answers_do_not_depend_on_the_layout(llama: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Of a system prompt and three turns."""
     talk = [{"role": "system", "content": "a cat"}, *TALK[:3]]
     prompts, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"messages": talk}) + "\n")
-    config = GenerateConfig(
-        ckpt=str(llama),
-        prompts=str(prompts),
-        out=str(out),
-        chat=True,
-        temperature=0,
-        max_new_tokens=8,
-        parallel=ParallelConfig(**sizes),
-    )
+    files = {"ckpt": str(llama), "prompts": str(prompts), "out": str(out)}
+    settings: dict[str, Any] = {"chat": True, "temperature": 0, "max_new_tokens": 8}
+    config = GenerateConfig(**files, **settings, parallel=ParallelConfig(**sizes))
     run_on_ranks(command, run, config, **sizes)
     assert json.loads(out.read_text())["tokens"] == their_answer(llama, talk)
 
