@@ -94,7 +94,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate(model: Any, folder: Path, **arguments: Any) -> tuple[dict[str, float], list[Any]]:
-    """Every metric of every task, and what the model answered."""
     found = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments or None,
@@ -119,7 +118,6 @@ def metrics_of(results: dict[str, Any]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def of_one_rank(folder: Path) -> tuple[dict[str, float], list[Any]]:
-    """Of the run, on this process."""
     return evaluate("mlm", folder, ckpt=str(folder / "run"), batch_size=3)
 
 
@@ -155,14 +153,6 @@ def instances(*arguments: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
-def test_an_empty_context_is_the_end_of_a_document(one_rank: MlmLM) -> None:
-    (empty, spelled) = one_rank._loglikelihood_tokens(
-        [(None, [one_rank.eot_token_id], one_rank.tok_encode("To be")), (None, [0], [1])]
-    )
-    assert one_rank.loglikelihood(instances(("", "To be")), disable_tqdm=True) == [empty]
-    assert spelled != empty
-
-
 def test_score_of_the_python_api_is_its_rolling_log_likelihood(folder: Path, one_rank: MlmLM) -> None:
     texts = ["To be", TEXT * 2, ""]
     model = mlm.load(folder / "run", device="cpu")
@@ -174,14 +164,6 @@ def test_score_of_the_python_api_is_its_rolling_log_likelihood(folder: Path, one
 def test_a_continuation_the_model_cannot_read_is_rejected(one_rank: MlmLM, count: int) -> None:
     with pytest.raises(UserError, match=rf"a continuation of {count} tokens .* max_length=48"):
         one_rank._loglikelihood_tokens([(None, [3], [5] * count)])
-
-
-def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
-    arguments = {"max_gen_toks": 20, "do_sample": False}
-    (whole,) = one_rank.generate_until(instances(("To be", arguments | {"until": []})), disable_tqdm=True)
-    stop = whole[len(whole) // 2 :][:2]
-    asked = instances(("To be", arguments | {"until": [stop, ""]}))
-    assert one_rank.generate_until(asked, disable_tqdm=True) == [whole.split(stop)[0]]
 
 
 def test_ranks_agree_on_all_requests_before_the_first_group_is_generated(
@@ -224,9 +206,7 @@ def test_generation_we_do_not_have_is_rejected(
     [
         ({"tp": 0}, "tp=0 must be greater than 0"),
         ({"batch_size": "many"}, "batch_size"),
-        ({"precision": "fp4"}, "precision.dtype"),
         ({"device": "cuda:1"}, "device=cuda:1: .* CUDA_VISIBLE_DEVICES=1"),
-        ({"tokenizer": "nowhere.json"}, "nowhere.json"),
     ],
     ids=str,
 )
@@ -238,20 +218,13 @@ def test_a_mistake_in_the_arguments_names_its_key(
 
 
 def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
-    config, _ = settings(
-        {
-            "ckpt": str(folder / "run"),
-            "precision": "bf16",
-            "batch_size": "16",
-            "max_batch_size": 64,
-            "device": "cpu:0",
-        }
-    )
-    assert (config.precision.dtype, config.batch_size) == ("bf16", 16)
-    assert config.dist.device == "cpu"
+    ckpt = {"ckpt": str(folder / "run")}
+    flags = {"precision": "bf16", "batch_size": "16", "max_batch_size": 64, "device": "cpu:0"}
+    config, _ = settings(ckpt | flags)
+    assert (config.precision.dtype, config.batch_size, config.dist.device) == ("bf16", 16, "cpu")
     # lm-eval's command passes its default device on machines without a GPU too
     default = EvaluatorConfig.__dataclass_fields__["device"].default
-    config, _ = settings({"ckpt": str(folder / "run"), "batch_size": "auto:4", "device": default})
+    config, _ = settings(ckpt | {"batch_size": "auto:4", "device": default})
     assert (config.batch_size, config.dist.device) == (8, "auto")
 
 

@@ -60,21 +60,14 @@ def test_split_windows_score_as_whole_ones(folder: Path, model: str, parallel: P
     assert found["tokens"] == expected["tokens"] == TOKENS - 1
 
 
-def test_windows_that_ranks_cannot_split_are_rejected(folder: Path) -> None:
-    config = evaluating(folder, "gpt2", seq_length=46, parallel=ParallelConfig(cp=2))
-    (problem,) = loss.preflight(config)
-    assert problem == (
+def test_windows_and_models_that_ranks_cannot_split_are_rejected(folder: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(cp=2)
+    assert loss.preflight(evaluating(folder, "gpt2", seq_length=46, parallel=parallel)) == [
         "cp=2 splits sequences into 4 pieces, but 4 does not divide seq_length=46; use seq_length=44 or "
         "seq_length=48"
-    )
-
-
-def test_a_model_that_ranks_cannot_split_is_rejected(folder: Path, tmp_path: Path) -> None:
-    write_model(tmp_path / "bert", BERT)
-    parallel = ParallelConfig(cp=2)
-    (problem,) = loss.preflight(
-        evaluating(folder, "bert", ckpt=str(tmp_path / "bert"), seq_length=None, parallel=parallel)
-    )
+    ]
+    bert = str(write_model(tmp_path / "bert", BERT))
+    (problem,) = loss.preflight(evaluating(folder, "bert", ckpt=bert, seq_length=None, parallel=parallel))
     assert problem.startswith("cp=2: model.kind=bert has no attention over sequences that ranks split")
 
 

@@ -23,13 +23,11 @@ def built(folder: Path, texts: tuple[str, ...] = PASSAGES, *, strict: bool, leng
 
 
 def word(protocol: Protocol, number: int = 0) -> str:
-    """Requests for a passage."""
     request = protocol.requests[number]
     return tokenizer().decode(request.tokens[request.first :].tolist())
 
 
 def test_strict_accuracy_is_that_of_the_protocols_text(tmp_path: Path) -> None:
-    """By a model that has learnt some of the passages."""
     model = write_trained_model(tmp_path / "model", PASSAGES[::2])
     protocol, ctx = built(tmp_path, strict=True), ParallelContext()
     scores = score(load(tmp_path / "model", ctx), protocol.requests, batch_size=1, ctx=ctx)

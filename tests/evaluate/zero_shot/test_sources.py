@@ -14,7 +14,6 @@ from tests.evaluate.zero_shot.texts import PASSAGES, WIKITEXT, write_lambada, wr
 
 
 def write_rows(folder: Path, name: str, key: str, rows: list[str]) -> str:
-    """A .jsonl or .parquet with one column."""
     path = folder / name
     if not name.endswith(".parquet"):
         path.write_text("".join(json.dumps({key: row}) + "\n" for row in rows))
@@ -51,27 +50,12 @@ def test_a_file_keeps_every_byte(tmp_path: Path) -> None:
 
 def test_articles_begin_at_their_titles() -> None:
     found = sources.articles(WIKITEXT)
-    assert [article.split("\n")[0] for article in found] == [
-        " = Homarus lobster = ",
-        " = 2 @-@ 8 ( road ) = ",
-        " = Third = ",
-    ]
+    first = [article.split("\n")[0] for article in found]
+    assert first == [" = Homarus lobster = ", " = 2 @-@ 8 ( road ) = ", " = Third = "]
     assert "\n".join([" ", *found]) == WIKITEXT
     assert sources.articles("some text\n = A = \n b") == ["some text", " = A = \n b"]
-
-
-@pytest.mark.parametrize(
-    ("line", "is_one"),
-    [
-        (" = Title = ", True),
-        (" = = Section = = ", False),
-        (" = a = b = ", True),
-        (" = a = = ", False),
-        ("x = y", False),
-    ],
-)
-def test_titles_are_distinguished_from_sections(line: str, is_one: bool) -> None:
-    assert sources.is_article_title(line) == is_one
+    titles = (" = Title = ", " = = Section = = ", " = a = b = ", " = a = = ", "x = y")
+    assert [line for line in titles if sources.is_article_title(line)] == [" = Title = ", " = a = b = "]
 
 
 @pytest.mark.parametrize("name", ["passages.jsonl", "passages.parquet", "passages.txt"])
@@ -84,9 +68,8 @@ def test_passages_come_from_every_form(tmp_path: Path, name: str) -> None:
         path = write_rows(tmp_path, name, "text", passages)
     found = sources.lambada(path, standard=False)
     assert list(found.texts) == passages
-    assert (
-        found.digest == sources.lambada(str(write_lambada(tmp_path, tuple(passages))), standard=False).digest
-    )
+    same = write_lambada(tmp_path, tuple(passages))
+    assert found.digest == sources.lambada(str(same), standard=False).digest
 
 
 @pytest.mark.parametrize(
@@ -110,7 +93,6 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes, place: str) -> None
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[str]]:
-    """A Hub that holds what is put into it."""
     held: dict[tuple[str, str], list[str]] = {}
 
     def load_dataset(name: str, config: str, *, split: str) -> list[dict[str, str]]:

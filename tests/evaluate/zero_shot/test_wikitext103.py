@@ -18,8 +18,6 @@ from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import SEQ_LENGTH, WIKITEXT, load, tokenizer, write_model, write_wikitext
 
-STRIDES = (1, 5, 7, SEQ_LENGTH)
-
 
 def whole(folder: Path, stride: int, text: str = WIKITEXT, limit: int | None = None) -> Protocol:
     source = sources.wikitext(str(write_wikitext(folder, text)), raw=False)
@@ -31,7 +29,7 @@ def articles(folder: Path, length: int = SEQ_LENGTH, limit: int | None = None) -
     return wikitext103.per_article(source, tokenizer(), seq_length=length, limit=limit)
 
 
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("stride", [1, 5, 7, SEQ_LENGTH])
 @pytest.mark.parametrize("num_tokens", [2, SEQ_LENGTH + 1, SEQ_LENGTH + 2, 60])
 def test_every_token_but_the_first_is_scored_once(num_tokens: int, stride: int) -> None:
     windows = list(wikitext103.overlapping_windows(num_tokens, SEQ_LENGTH, stride))
@@ -51,11 +49,16 @@ def test_perplexities_are_those_of_the_protocols_text(tmp_path: Path, stride: in
     assert metrics["perplexity per token"].value == pytest.approx(unadjusted, rel=1e-9)
 
 
-def test_words_are_counted_before_detokenising(tmp_path: Path) -> None:
+def test_words_are_counted_as_distributed_before_detokenising(tmp_path: Path) -> None:
     text = " \n = A = \n \n well @-@ known , 's \n"
     facts = whole(tmp_path, 1, text).facts
     assert facts["T_o"] == len(["=", "A", "=", "\n", "\n", "well", "@-@", "known", ",", "'s"])
     assert facts["T"] == len(tokenizer().encode("\n= A =\n\nwell-known,'s\n"))
+    facts = articles(tmp_path).facts
+    found = sources.articles(WIKITEXT)
+    assert (facts["N"], len(found)) == (3, 3)
+    assert facts["T_o"] == sum(len(re.split(r"\s+", article)) for article in found)
+    assert facts["bytes"] == sum(len(article.encode()) for article in found)
 
 
 def test_errors_come_from_stretches_of_seq_length_tokens(tmp_path: Path) -> None:
@@ -99,14 +102,6 @@ def test_rolling_windows_are_those_of_lm_eval(length: int) -> None:
         assert ours == theirs
 
 
-def test_articles_words_and_bytes_are_counted_as_distributed(tmp_path: Path) -> None:
-    facts = articles(tmp_path).facts
-    found = sources.articles(WIKITEXT)
-    assert (facts["N"], len(found)) == (3, 3)
-    assert facts["T_o"] == sum(len(re.split(r"\s+", article)) for article in found)
-    assert facts["bytes"] == sum(len(article.encode()) for article in found)
-
-
 def test_the_form_that_published_numbers_are_on_is_named(tmp_path: Path) -> None:
     assert whole(tmp_path, 5).warnings == ()
     assert "wikitext-103-raw-v1" in articles(tmp_path).warnings[0]
@@ -118,9 +113,6 @@ def test_it_is_what_lm_eval_makes_of_any_text(parts: list[str]) -> None:
     theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
     text = "".join(parts)
     assert detokenise(text) == theirs({"page": text})
-
-
-# ----- means and their standard errors
 
 
 def test_the_error_of_a_share_is_that_of_lm_eval() -> None:

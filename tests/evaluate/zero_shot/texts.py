@@ -17,7 +17,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import make_model
 
-FP64 = PrecisionConfig(dtype="fp64")
 WIKITEXT = (
     " \n = Homarus lobster = \n \n The lobster ( H. homarus ) weighs 1 @,@ 500 g , or 3 @.@ 3 lb . "
     "It 's \" large \" ; the <unk> of the sea 's floor ! \n \n = = Description = = \n \n Its well @-@ "
@@ -83,4 +82,5 @@ def write_trained_model(folder: Path, texts: tuple[str, ...]) -> Any:
 
 def load(folder: Path, ctx: ParallelContext) -> LoadedModel:
     """The model in float64, at the layout of `ctx`."""
-    return load_trained(open_source(str(folder)), ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size), FP64, ctx)
+    layout, precision = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size), PrecisionConfig(dtype="fp64")
+    return load_trained(open_source(str(folder)), layout, precision, ctx)
