@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> int:
         names = vars(getattr(item, "module", None) or pytest)
-        if names.keys() & {"run_on_ranks", "subprocess", "launch_jobs"}:
+        if names.keys() & {"run_on_ranks", "on_ranks", "subprocess", "launch_jobs"}:
             return 0
         return 1 if "main" in names else 2
 

@@ -1,7 +1,8 @@
 """A pool of processes that tests borrow as ranks.
 
 `run_on_ranks(check, …, tp=2, dp=2)` runs `check(ctx, …)` on four gloo ranks and returns their results; a
-failing rank fails the test with its traceback. `check` must be a module-level function.
+failing rank fails the test with its traceback. `check` must be a module-level function. `on_ranks(tp=2)`
+makes such a check a test.
 
 Importing torch, the trainer and a test file takes seconds of processor time, so a fork server does it once
 and forks the ranks. They are soon renewed: what a rank keeps, threads of process groups above all, costs
@@ -10,6 +11,7 @@ processor time until its end.
 
 import atexit
 import gc
+import inspect
 import math
 import multiprocessing as mp
 import os
@@ -19,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -132,6 +134,26 @@ def run_on_ranks(
         ranks.end_ranks(kill=True)
         raise AssertionError("\n".join(errors))
     return [value for _, value, _ in answers]
+
+
+def on_ranks(**sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test of `ctx` on ranks: of these sizes, and those of its parameters tp, dp, pp and cp."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        _, *parameters = inspect.signature(check).parameters.values()
+        axes = {parameter.name for parameter in parameters} & {"tp", "dp", "pp", "cp"}
+
+        @wraps(check)
+        def test(*ctx: ParallelContext, **given: Any) -> None:
+            if ctx:  # on a rank, which has found this function by its name
+                check(*ctx, **given, **{name: getattr(ctx[0], name).size for name in axes})
+            else:
+                run_on_ranks(test, **sizes, **given)
+
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], config: Any) -> None:

@@ -24,7 +24,7 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.logits import log_sum_and_target, logits_gradient
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_full, shard_of
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 from tests.slow import slow
 
 VOCAB, PADDED, HIDDEN, ROWS = 10, 16, 5, 11
@@ -46,12 +46,9 @@ def table_of(weight: Tensor, tp: Axis) -> VocabParallelEmbedding:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_losses_hits_and_gradients_match_one_process(tp: int) -> None:
+@on_ranks()
+def test_losses_hits_and_gradients_match_one_process(ctx: ParallelContext, tp: int) -> None:
     """At tp=4 with 16 padded rows the last shard holds nothing but padding."""
-    run_on_ranks(check_all, tp=tp)
-
-
-def check_all(ctx: ParallelContext) -> None:
     for chunk_bytes in (1, 3 * 4 * PADDED, 1 << 20):
         for has_bias in (False, True):
             check_loss_and_gradients(ctx, chunk_bytes, has_bias)
@@ -99,12 +96,9 @@ def test_no_gradient_of_a_frozen_table_is_computed(monkeypatch: pytest.MonkeyPat
     assert table.weight.grad is None
 
 
-def test_hidden_states_that_entered_tp_before_are_rejected() -> None:
+@on_ranks(tp=2)
+def test_hidden_states_that_entered_tp_before_are_rejected(ctx: ParallelContext) -> None:
     """Their gradients would be summed twice; so would those of too few rows be another batch's."""
-    run_on_ranks(check_entered_twice, tp=2)
-
-
-def check_entered_twice(ctx: ParallelContext) -> None:
     hidden, weight, labels = problem()
     hidden, labels = hidden[:10].detach().requires_grad_(), labels[:10]  # a multiple of tp
     table, scale = table_of(weight, ctx.tp), torch.tensor(0.25, dtype=torch.float64)
@@ -186,14 +180,11 @@ def test_loss_survives_logits_that_overflow_exp() -> None:
     ("tp", "chunk_bytes", "softcap", "compile_them"),
     [(1, 3 * 4 * PADDED, 0.0, False), (2, 3 * 4 * PADDED, 3.0, False), slow((1, 1 << 20, 0.0, True))],
 )
+@on_ranks()
 def test_two_passes_for_a_compiler_give_what_many_give(
-    tp: int, chunk_bytes: int, softcap: float, compile_them: bool
+    ctx: ParallelContext, chunk_bytes: int, softcap: float, compile_them: bool, tp: int
 ) -> None:
     """The passes that a GPU runs compiled, also as they are: numbers equal but for rounding."""
-    run_on_ranks(check_two_passes, chunk_bytes, softcap, compile_them, tp=tp)
-
-
-def check_two_passes(ctx: ParallelContext, chunk_bytes: int, softcap: float, compile_them: bool) -> None:
     hidden, weight, labels = problem()
     passes = (log_sum_and_target, logits_gradient)
     if compile_them:
@@ -206,8 +197,6 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, softcap: float, com
             with patch("mlm.parallel.cross_entropy.compiled", lambda fused=fused: fused):
                 loss = linear_cross_entropy(x, labels, table, torch.tensor(0.23), chunk_bytes)
             loss.backward()
-            assert x.grad is not None
-            assert table.weight.grad is not None
             found.append((loss.detach(), x.grad.float(), table.weight.grad))
         for plain, ours in zip(*found, strict=True):
             tolerance = 2 * torch.finfo(dtype).eps * float(plain.abs().max())
@@ -232,7 +221,6 @@ def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
         table = table_of(weight.float(), Axis("tp"))
         x = hidden.detach().bfloat16().requires_grad_()
         linear_cross_entropy(x, labels, table, torch.tensor(0.23), 4 * PADDED).backward()
-        assert table.weight.grad is not None
         found.append(table.weight.grad)
     assert len(joined) == math.ceil(len(labels) / HALF_CHUNKS) - 1
     assert len({total.data_ptr() for total in joined}) == 1

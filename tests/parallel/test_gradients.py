@@ -12,21 +12,12 @@ from torch import Tensor, nn
 from mlm.parallel.gradients import GradientReducer, build_reducer
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.operators import Operators
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-def test_gradients_are_the_sum_over_ranks_and_micro_batches(bucket_bytes: int) -> None:
-    run_on_ranks(check_sum, bucket_bytes, dp=3)
-
-
-def model_and_input() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    return model, torch.randn(3, 2, 7, 4, dtype=torch.float64)  # [rank, micro-batch, rows, in]
-
-
-def check_sum(ctx: ParallelContext, bucket_bytes: int) -> None:
+@on_ranks(dp=3)
+def test_gradients_are_the_sum_over_ranks_and_micro_batches(ctx: ParallelContext, bucket_bytes: int) -> None:
     model, x = model_and_input()
     model(x.flatten(0, 2)).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -41,11 +32,14 @@ def check_sum(ctx: ParallelContext, bucket_bytes: int) -> None:
             torch.testing.assert_close(p.grad, want)
 
 
-def test_nothing_is_reduced_before_the_last_micro_batch() -> None:
-    run_on_ranks(check_calls, dp=2)
+def model_and_input() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return model, torch.randn(3, 2, 7, 4, dtype=torch.float64)  # [rank, micro-batch, rows, in]
 
 
-def check_calls(ctx: ParallelContext) -> None:
+@on_ranks(dp=2)
+def test_nothing_is_reduced_before_the_last_micro_batch(ctx: ParallelContext) -> None:
     model, x = model_and_input()
     dp = replace(ctx.dp, swaps=False)
     reducer = GradientReducer(list(model.parameters()), dp, bucket_bytes=200)
@@ -72,12 +66,9 @@ def check_calls(ctx: ParallelContext) -> None:
         dist.all_reduce = original
 
 
-def test_a_parameter_without_gradient_is_still_reduced() -> None:
+@on_ranks(dp=2)
+def test_a_parameter_without_gradient_is_still_reduced(ctx: ParallelContext) -> None:
     """One rank may not use a parameter (a padding batch): its bucket is summed at the end."""
-    run_on_ranks(check_unused, dp=2)
-
-
-def check_unused(ctx: ParallelContext) -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     reducer = GradientReducer([used, unused], ctx.dp)
     reducer.start_step()
@@ -100,12 +91,9 @@ class _Withheld(torch.autograd.Function):
         return dy * ctx.saved_tensors[0], None
 
 
-def test_a_step_leaves_nothing_of_the_step_before() -> None:
+@on_ranks(dp=2)
+def test_a_step_leaves_nothing_of_the_step_before(ctx: ParallelContext) -> None:
     """Gradients that come in all micro-batches, in the second only, not at all, or are kept back."""
-    run_on_ranks(check_no_remains, dp=2)
-
-
-def check_no_remains(ctx: ParallelContext) -> None:
     always, late, never, withheld = (nn.Parameter(torch.full((2,), float(i))) for i in range(1, 5))
     reducer = GradientReducer([always, late, never, withheld], ctx.dp)
     for step in range(2):
@@ -124,12 +112,9 @@ def check_no_remains(ctx: ParallelContext) -> None:
     assert found == [[32.0, 32.0], [6.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
 
 
-def test_a_bucket_under_way_in_backward_has_no_remains() -> None:
+@on_ranks(dp=2)
+def test_a_bucket_under_way_in_backward_has_no_remains(ctx: ParallelContext) -> None:
     """It is complete when the hook of its last parameter runs, with a gradient or without."""
-    run_on_ranks(check_withheld, dp=2)
-
-
-def check_withheld(ctx: ParallelContext) -> None:
     x, w = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 5.0))
     reducer = GradientReducer([x, w], ctx.dp)
     for times in (torch.mul, _Withheld.apply):
@@ -190,12 +175,9 @@ def test_gradients_of_graphs_are_added_to_zeros() -> None:
     assert counts["aten.add_.Tensor"] == len(list(model.parameters()))
 
 
-def test_a_loop_may_clear_the_gradients_itself() -> None:
+@on_ranks(dp=2)
+def test_a_loop_may_clear_the_gradients_itself(ctx: ParallelContext) -> None:
     """By `optimizer.zero_grad()`, in place of `start_step`: each step's sums are of its own gradients."""
-    run_on_ranks(check_cleared_outside, dp=2)
-
-
-def check_cleared_outside(ctx: ParallelContext) -> None:
     x = nn.Parameter(torch.ones(3, dtype=torch.float64))
     reducer = GradientReducer([x], ctx.dp)
     for factor in (2.0, 5.0):

@@ -13,19 +13,15 @@ import torch
 from mlm.parallel import collectives, mailbox
 from mlm.parallel.mailbox import SLOT_BYTES, open_mailbox
 from mlm.parallel.mesh import ParallelContext
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not mailbox.IS_SUPPORTED, reason="memory is shared on x86 with Linux")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
-def test_messages_have_the_bits_of_gloos_collectives() -> None:
-    run_on_ranks(check_bits, tp=2)
-
-
-def check_bits(ctx: ParallelContext) -> None:
+@on_ranks(tp=2)
+def test_messages_have_the_bits_of_gloos_collectives(ctx: ParallelContext) -> None:
     box, gloo = ctx.tp.mailbox, replace(ctx.tp, swaps=False)
-    assert box is not None
     torch.manual_seed(ctx.rank)
     for dtype in DTYPES:
         for shape in ((2, 33, 7), (2, 1), (4096, 64), (0, 3)):
@@ -38,13 +34,9 @@ def check_bits(ctx: ParallelContext) -> None:
     assert torch.equal(collectives.all_gather(transposed, ctx.tp), collectives.all_gather(transposed, gloo))
 
 
-def test_more_messages_than_slots_and_larger_ones_go_by_gloo() -> None:
-    run_on_ranks(check_many, tp=2)
-
-
-def check_many(ctx: ParallelContext) -> None:
+@on_ranks(tp=2)
+def test_more_messages_than_slots_and_larger_ones_go_by_gloo(ctx: ParallelContext) -> None:
     box = ctx.tp.mailbox
-    assert box is not None
     sizes = (5, SLOT_BYTES // 4, 7, 11, SLOT_BYTES // 4 + 1)  # of the last and the first are not pending
     for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)):
         before = box.count
@@ -67,11 +59,8 @@ def check_many(ctx: ParallelContext) -> None:
         assert collectives.all_reduce(torch.tensor([n, ctx.rank]), ctx.tp).tolist() == [2 * n, 1]
 
 
-def test_one_rank_without_shared_memory_leaves_both_without() -> None:
-    run_on_ranks(check_agreement, tp=2)
-
-
-def check_agreement(ctx: ParallelContext) -> None:
+@on_ranks(tp=2)
+def test_one_rank_without_shared_memory_leaves_both_without(ctx: ParallelContext) -> None:
     group = ctx.tp.group
     assert group is not None
     for blind in (0, 1):

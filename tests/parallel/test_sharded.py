@@ -22,16 +22,15 @@ from tests.parallel.sharded_rank import (
     defer_weight_grads,
     samples_of,
 )
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(("tp", "dp", "zero", "recompute"), [(1, 4, 2, "none"), (2, 2, 3, "full")])
-def test_steps_equal_those_of_one_process(tp: int, dp: int, zero: int, recompute: str) -> None:
+@on_ranks()
+def test_steps_equal_those_of_one_process(
+    ctx: ParallelContext, zero: int, recompute: str, tp: int, dp: int
+) -> None:
     """Losses, gradients and their norm over three steps of three micro-batches."""
-    run_on_ranks(check_steps, zero, recompute, tp=tp, dp=dp)
-
-
-def check_steps(ctx: ParallelContext, zero: int, recompute: str) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, zero, recompute=recompute)
     for step in range(3):
         expected_loss = one.accumulate(all_samples(ctx, step))
@@ -52,12 +51,9 @@ def tokens_and_labels(ctx: ParallelContext) -> tuple[Tensor, Tensor]:
     return sample[:, :-1], sample[:, 1:]
 
 
-def test_weights_loaded_after_an_evaluation_are_trained_from() -> None:
+@on_ranks(dp=2)
+def test_weights_loaded_after_an_evaluation_are_trained_from(ctx: ParallelContext) -> None:
     """Weights that an evaluation gathered are out of date once others are loaded."""
-    run_on_ranks(check_reload, dp=2)
-
-
-def check_reload(ctx: ParallelContext) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, 2)
     mine.model.losses(*tokens_and_labels(ctx))
     with torch.no_grad():
@@ -73,13 +69,12 @@ def check_reload(ctx: ParallelContext) -> None:
     ("zero", "late_weights", "reduce"),
     [(0, False, "last"), (2, False, "every"), (2, True, "last"), (3, True, "every")],
 )
-def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool, reduce: ZeroReduce) -> None:
+@on_ranks(dp=2)
+def test_passes_of_a_pipeline_equal_one_process(
+    ctx: ParallelContext, zero: int, late_weights: bool, reduce: ZeroReduce
+) -> None:
     """Several forwards before the first backward, begun at a node of the graph; with `late_weights` the
     gradients of weights come when all backward passes are over: the last of these must not end the step."""
-    run_on_ranks(check_pipeline, zero, late_weights, reduce, dp=2)
-
-
-def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool, reduce: ZeroReduce) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, zero, reduce=reduce, late_weights=late_weights)
     deferred = defer_weight_grads(mine.model) if late_weights else DeferredWeightGrads()
     for step in range(2):
@@ -100,19 +95,16 @@ def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool, reduce: 
         mine.optimizer.step()
 
 
-def test_chunks_of_a_pipeline_equal_one_process() -> None:
+@on_ranks(dp=2)
+def test_chunks_of_a_pipeline_equal_one_process(ctx: ParallelContext) -> None:
     """The first, one of layers alone and the last: each is cut on its own, the middle one has no rest."""
-    run_on_ranks(check_chunks, 2, dp=2)
-
-
-def check_chunks(ctx: ParallelContext, zero: int) -> None:
     one = Rank(ParallelContext())
     stages = [
         PipelineStage(range(1), True, False),
         PipelineStage(range(1, 2), False, False),
         PipelineStage(range(2, 2), False, True),
     ]
-    chunks = [Rank(ctx, zero, stage=stage) for stage in stages]
+    chunks = [Rank(ctx, 2, stage=stage) for stage in stages]
     one.accumulate(all_samples(ctx, 0))
     for chunk in chunks:
         chunk.reducer.start_step()

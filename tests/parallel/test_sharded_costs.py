@@ -17,10 +17,9 @@ from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.config import ZeroReduce
 from mlm.parallel.gradients import Reducer
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.sharded import ShardedReducer
 from mlm.parallel.watch import LostPeer
 from tests.parallel.sharded_rank import LAYERS, MICRO_BATCHES, MODEL, Rank, defer_weight_grads, samples_of
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 EVEN = replace(MODEL, hidden_size=64, vocab_size=64, max_positions=8)
 
@@ -102,7 +101,6 @@ def bytes_between_micro_batches(
 
 def gradient_bytes(reducer: Reducer) -> int:
     """Bytes of gradients that a rank holds, wherever FSDP2 keeps them: also what a reduction has read."""
-    assert isinstance(reducer, ShardedReducer)
     held: dict[int, int] = {}
     for unit in (*reducer.units, reducer.root):
         state = unit._get_fsdp_state()
@@ -142,11 +140,8 @@ def events_of_a_step(ctx: ParallelContext, zero: int) -> list[str]:
 
 
 @pytest.mark.parametrize("missing", ["all_gather", "reduce_scatter"])
-def test_a_rank_that_does_not_come_is_named(missing: str) -> None:
-    run_on_ranks(check_lost_peer, missing, dp=2)
-
-
-def check_lost_peer(ctx: ParallelContext, missing: str) -> None:
+@on_ranks(dp=2)
+def test_a_rank_that_does_not_come_is_named(ctx: ParallelContext, missing: str) -> None:
     """Rank 1 leaves before the first gather, or between forward and backward."""
     impatient = build_mesh(tp=1, pp=1, dp=2, device=ctx.device, timeout_s=1.0)
     mine = Rank(impatient, 2)
@@ -178,15 +173,14 @@ def state_bytes(ctx: ParallelContext, zero: int) -> int:
 
 
 @pytest.mark.parametrize(("zero", "is_late"), [(3, False), (2, True)])
-def test_bfloat16_weights_travel_and_gradients_are_added_up_in_float32(zero: int, is_late: bool) -> None:
+@on_ranks(dp=2)
+def test_bfloat16_weights_travel_and_gradients_are_added_up_in_float32(
+    ctx: ParallelContext, zero: int, is_late: bool
+) -> None:
     """Five equal micro-batches give exactly five times the gradient: bfloat16 cannot hold that sum.
 
     Or where gradients come after the backward passes and are settled one micro-batch at a time.
     """
-    run_on_ranks(check_accumulation, zero, is_late, dp=2)
-
-
-def check_accumulation(ctx: ParallelContext, zero: int, is_late: bool) -> None:
     mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
     deferred = defer_weight_grads(mine.model) if is_late else DeferredWeightGrads()
     sample = samples_of(0, ctx.dp.rank)[0]

@@ -88,11 +88,6 @@ def test_load_full_fills_each_rank_with_its_region(tp: int, dp: int) -> None:
         assert torch.equal(rebuilt[name], x), name
 
 
-def test_a_tied_copy_owns_nothing() -> None:
-    copy = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=Axis("tp"), is_tied_copy=True)
-    assert [s.is_owner for s in parameter_shards(copy, Axis("tp"))] == [False]
-
-
 class SharedHeads(nn.Module):
     """Rows of which two neighbouring ranks hold the same part, and columns beside padded rows."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mlm.parallel import collectives, mesh
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.verify.verdict import Verdict
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.verify.parity_layouts import Layout, verdict_of
 
 OPERATIONS = ("dist.all_reduce", "dist.broadcast", "dist.isend", "dist.irecv", "gather_flat", "scatter_flat")
@@ -61,11 +61,8 @@ def transported() -> Iterator[set[int]]:
         yield seen
 
 
-def test_every_operation_gives_the_same_through_host_memory() -> None:
-    run_on_ranks(check_operations, tp=2)
-
-
-def check_operations(ctx: ParallelContext) -> None:
+@on_ranks(tp=2)
+def test_every_operation_gives_the_same_through_host_memory(ctx: ParallelContext) -> None:
     staged = replace(ctx.tp, through_host=True, mailbox=None)  # which is written without it
     for name, run in OPERATION.items():
         x = torch.arange(8.0).view(4, 2) + 10 * ctx.rank
@@ -75,21 +72,6 @@ def check_operations(ctx: ParallelContext) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
         assert seen, name
         assert not seen & {x.data_ptr(), found.data_ptr()}, f"{name}: the transport read device memory"
-
-
-def test_two_ranks_that_swap_tensors_have_the_bits_of_gloos_sum() -> None:
-    run_on_ranks(check_swap, tp=2)
-
-
-def check_swap(ctx: ParallelContext) -> None:
-    assert ctx.tp.swaps
-    torch.manual_seed(ctx.rank)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        x = torch.randn(999).exp().to(dtype)
-        pending = [collectives.start_all_reduce(x.clone(), ctx.tp), collectives.start_all_reduce(-x, ctx.tp)]
-        expected = collectives.all_reduce(x.clone(), replace(ctx.tp, swaps=False))
-        assert torch.equal(pending[0].wait(), expected), dtype
-        assert torch.equal(pending[1].wait(), -expected), dtype
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, pipeline="zb_h1"), Layout(dp=2, zero=3)], ids=str)

@@ -56,9 +56,6 @@ def test_other_errors_pass_unchanged(watch: Watch) -> None:
 def test_innermost_wait_is_named(watch: Watch) -> None:
     with watch.waiting("backward", "dp", (0, 2)):
         assert "all_reduce over tp" in line(watch, TIMED_OUT)
-
-
-def test_lost_peer_passes_through_an_outer_wait(watch: Watch) -> None:
     inner = LostPeer("rank 2: all_reduce over tp broke")
     with pytest.raises(LostPeer, match=str(inner)), watch.waiting("backward", "dp", (0, 2)):
         raise inner

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
-from mlm.cli.plan import check_plan_calibrate
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import calibrate
 from mlm.plan.calibrate import Workload, hardware_of_this, measure, on_rank
-from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
+from mlm.plan.config import CalibrationJob
 from mlm.plan.hardware import calibration_file, cpu_name
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 TINY = Workload(
     formats=("fp32", "bf16"),
@@ -75,11 +74,8 @@ def test_a_users_yaml_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_ranks_measure_their_links() -> None:
-    run_on_ranks(check_links, tp=2)
-
-
-def check_links(ctx: ParallelContext) -> None:
+@on_ranks(tp=2)
+def test_ranks_measure_their_links(ctx: ParallelContext) -> None:
     """Both ranks have the same numbers, of the one axis that has several ranks."""
     measured = measure(ctx, TINY)
     assert measured.keys() == {"products", "fp32", "bf16", "memory", "node", "node_latency"}
@@ -96,10 +92,3 @@ def test_interrupting_a_calibration_ends_with_130_and_keeps_nothing(
     monkeypatch.setattr(calibrate, "best_time", interrupted)
     assert main(["plan", "calibrate", "ranks=1", f"out={tmp_path / 'mine.yaml'}"]) == 130
     assert not list(tmp_path.iterdir())
-
-
-def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
-    (problem,) = check_plan_calibrate(PlanCalibrateConfig(ranks=9_999_999))
-    assert problem.keys == ("ranks",)
-    assert problem == "ranks=9999999 must be at most 64"
-    assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))

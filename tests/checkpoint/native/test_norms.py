@@ -18,7 +18,7 @@ from mlm.checkpoint.native.save_load import save_checkpoint
 from mlm.checkpoint.native.slices import TensorShard
 from mlm.parallel.mesh import ParallelContext
 from tests.checkpoint.native.helpers import save
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 NAN, INF = float("nan"), float("inf")
 
@@ -70,15 +70,12 @@ def test_a_state_that_is_not_finite_is_not_saved_and_replaces_nothing(
     assert latest_checkpoint(tmp_path) == tmp_path / step_name(1)
 
 
-def test_all_ranks_hear_of_what_one_rank_holds(tmp_path: Path) -> None:
-    run_on_ranks(save_half_not_finite, tmp_path, dp=2)
-
-
-def save_half_not_finite(ctx: ParallelContext, root: Path) -> None:
+@on_ranks(dp=2)
+def test_all_ranks_hear_of_what_one_rank_holds(ctx: ParallelContext, tmp_path: Path) -> None:
     rows = torch.full((3, 4), NAN if ctx.rank else 1.0)
     shards = {"model.w": TensorShard(rows, (6, 4), (3 * ctx.rank, 0))}
     with pytest.raises(NotFiniteError, match=r"weights not finite: model\.w"):
-        save_checkpoint(root, 1, shards, state={}, ranks=Ranks.of(ctx), keep_last=1, keep_every=0)
+        save_checkpoint(tmp_path, 1, shards, state={}, ranks=Ranks.of(ctx), keep_last=1, keep_every=0)
 
 
 def test_weights_that_jump_are_saved_with_a_warning_and_push_out_nothing(

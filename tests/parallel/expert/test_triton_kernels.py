@@ -45,8 +45,6 @@ def results(dtype: torch.dtype, drops: bool) -> list[Tensor]:
     rows = permute(x, order)
     y = combine(rows * scale.repeat_interleave(torch.tensor(order.runs.counts), 0), weights, order)
     y.backward(torch.randn(TOKENS, H).to(dtype))
-    assert x.grad is not None
-    assert weights.grad is not None
     return [y.detach(), x.grad, weights.grad]
 
 

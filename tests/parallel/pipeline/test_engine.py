@@ -14,7 +14,7 @@ from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.parallel.pipeline.engine import ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 
 WIDTH = 5
 
@@ -103,13 +103,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
-def test_results_and_gradients_are_those_of_running_in_order(name: str, p: int, v: int, m: int) -> None:
+@pytest.mark.parametrize(("name", "pp", "v", "m"), CASES)
+@on_ranks()
+def test_results_and_gradients_are_those_of_running_in_order(
+    ctx: ParallelContext, name: str, v: int, m: int, pp: int
+) -> None:
     """float64, two steps of different lengths with accumulation between them cleared."""
-    run_on_ranks(check_step, name, v, m, pp=p)
-
-
-def check_step(ctx: ParallelContext, name: str, v: int, m: int) -> None:
     assert name != "gpipe" or m > SENDS_KEPT
     stages, parts, told = stages_of(ctx, v)
     plan = lower(build_schedule(name, stages=ctx.pp.size, chunks=v, micro_batches=m))
@@ -126,12 +125,11 @@ def check_step(ctx: ParallelContext, name: str, v: int, m: int) -> None:
             assert [last for c, last in told if c == chunk] == [False] * (m - 1) + [True]
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(3, 1, 1), (2, 2, 3)])
-def test_a_forward_only_plan_gives_the_results_and_keeps_nothing(p: int, v: int, m: int) -> None:
-    run_on_ranks(check_forward, v, m, pp=p)
-
-
-def check_forward(ctx: ParallelContext, v: int, m: int) -> None:
+@pytest.mark.parametrize(("pp", "v", "m"), [(3, 1, 1), (2, 2, 3)])
+@on_ranks()
+def test_a_forward_only_plan_gives_the_results_and_keeps_nothing(
+    ctx: ParallelContext, v: int, m: int, pp: int
+) -> None:
     stages, parts, told = stages_of(ctx, v)
     batches = samples([4] * m)
     forward = stages.forward

@@ -8,7 +8,6 @@ import pytest
 from mlm.parallel.pipeline.actions import Action, Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.util.errors import UserError
 
 SIZES = [(p, m) for p in range(1, 8) for m in (*range(1, 10), 16, 21)]
 
@@ -100,17 +99,3 @@ def test_interleaved_1f1b_holds_one_over_p_more_on_rank_0() -> None:
         peak = plan("1f1b", p, v, 4 * p).peak_in_flight
         assert Fraction(peak[0], p * v) == 1 + Fraction(p - 1, p * v)
         assert peak == tuple((v + 1) * p - 2 * r - 1 for r in range(p))
-
-
-@pytest.mark.parametrize(
-    "name, p, v, m, message",
-    [
-        ("1f1b", 4, 2, 6, "micro_batches=6 .* pp=4, .*vp=2.* use micro_batches=4 or micro_batches=8, or vp"),
-        ("zb_h1", 2, 2, 4, "vp=2: parallel.pipeline=zb_h1 .* set vp=1 or parallel.pipeline=1f1b"),
-    ],
-)
-def test_impossible_schedule_names_setting_and_remedy(
-    name: str, p: int, v: int, m: int, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_schedule(name, stages=p, chunks=v, micro_batches=m)
