@@ -34,13 +34,11 @@ SHARD = "rank-00000.safetensors"
 
 
 def tensors(value: float = 1.0) -> dict[str, Tensor]:
-    """A parameter and its moments: 24, 24 and 24 elements."""
     named = ("model.w", "optimizer.exp_avg.w", "optimizer.exp_avg_sq.w")
     return {name: torch.full((6, 4), value) for name in named}
 
 
 def training_state(step: int, **changes: Any) -> dict[str, Any]:
-    """State of a run besides tensors, with changed settings."""
     return {
         "step": step,
         "consumed_samples": 8 * step,
@@ -52,7 +50,6 @@ def training_state(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, steps: Sequence[int] = (1, 2, 3), value: float = 1.0, **changes: Any) -> Path:
-    """A run directory with a checkpoint at each step."""
     claim_folder(folder, "run")
     for step in steps:
         state = training_state(step, **changes)
@@ -64,11 +61,17 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
+def flip(file: Path, place: int) -> None:
+    """Change a byte in place, counted from the end if negative: the file keeps its size and inode."""
+    with open(file, "r+b") as f:
+        at = f.seek(place, 0 if place >= 0 else 2)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+
+
 def damage(path: Path) -> None:
-    """Flip the last bit of the first shard: names and sizes stay."""
-    content = bytearray((path / SHARD).read_bytes())
-    content[-1] ^= 1
-    (path / SHARD).write_bytes(content)
+    flip(path / SHARD, -1)
 
 
 def shorten(path: Path) -> None:
@@ -104,6 +107,5 @@ def mlm(*words: object) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON result."""
     result: dict[str, Any] = json.loads(path.read_text())
     return result

@@ -21,7 +21,6 @@ def qkv() -> Tensor:
 def bias(name: str) -> Tensor | None:
     if name == "padding":
         spans = padding_spans(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
-        assert spans is not None
         return spans.bias
     if name == "documents":
         ends = torch.zeros(B, S, dtype=torch.bool)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mlm.models import blocked_attention
 from mlm.models.blocked_attention import (
+    BUFFER_BYTES,
     FUSED,
     HeadLayout,
     causal_attention_in_blocks,
@@ -53,22 +54,29 @@ def exact(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "scores",
+    ("scores", "layout", "buffer_bytes"),
     [
-        *(AttentionScores(window=window) for window in (1, 16, 17, 40)),
-        AttentionScores(window=21, softcap=3.0),
-        AttentionScores(softcap=2.0, scale=0.5),
+        *((PLAIN_SCORES, layout, size) for layout in (FUSED, GROUPED) for size in (1, 40_000)),
+        *((AttentionScores(window=window), GROUPED, BUFFER_BYTES) for window in (1, 16, 17, 40)),
+        (AttentionScores(window=21, softcap=3.0), GROUPED, BUFFER_BYTES),
+        (AttentionScores(softcap=2.0, scale=0.5), GROUPED, BUFFER_BYTES),
     ],
     ids=str,
 )
-def test_windows_and_softcaps_are_those_of_the_formula(
-    monkeypatch: pytest.MonkeyPatch, scores: AttentionScores, dtype: torch.dtype
+def test_blocks_give_the_output_and_gradient_of_float64(
+    monkeypatch: pytest.MonkeyPatch,
+    scores: AttentionScores,
+    layout: HeadLayout,
+    buffer_bytes: int,
+    dtype: torch.dtype,
 ) -> None:
-    """Windows shorter than a block of queries, as long, and longer."""
+    """Of all sizes of buffer and window; the last block is shorter than the others."""
     monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 16)
-    x = (2 * torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    monkeypatch.setattr(blocked_attention, "BUFFER_BYTES", buffer_bytes)
+    x = 2 * torch.randn(40, 3, 12 if layout is FUSED else 8, 8, generator=torch.Generator().manual_seed(0))
+    x = x.to(dtype).requires_grad_()
     wide = x.detach().double().requires_grad_()
-    y, reference = causal_attention_in_blocks(x, GROUPED, scores), exact(wide, GROUPED, scores)
+    y, reference = causal_attention_in_blocks(x, layout, scores), exact(wide, layout, scores)
     dy = torch.randn(reference.shape).to(dtype)
     gradients = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(reference, wide, dy.double())[0]
     for found, expected in ((y, reference), gradients):
@@ -161,26 +169,6 @@ def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> 
     assert max(event.cpu_memory_usage for event in profile.function_events) < 4224**2
     tail = exact(x.detach()[-200:], FUSED, scores)[-100:]
     torch.testing.assert_close(y.detach()[-100:], tail, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 40_000], ids=["a head", "some heads"])
-@pytest.mark.parametrize("layout", [FUSED, GROUPED], ids=["fused", "grouped"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_give_the_output_and_gradient_of_float64(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: HeadLayout, buffer_bytes: int
-) -> None:
-    """However heads are grouped, and where the last block is shorter than the others."""
-    monkeypatch.setattr(blocked_attention, "BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 16)
-    heads = 12 if layout is FUSED else 8
-    x = (2 * torch.randn(40, 3, heads, 8)).to(dtype).requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    y, reference = causal_attention_in_blocks(x, layout), exact(wide, layout)
-    dy = torch.randn_like(reference).to(dtype)
-    gradients = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(reference, wide, dy.double())[0]
-    for found, expected in ((y, reference), gradients):
-        off = (found.double() - expected).abs().max() / expected.abs().max()
-        assert off < TOLERANCE[dtype]
 
 
 def test_blocks_are_no_further_from_float64_than_the_kernel_in_half_precision() -> None:

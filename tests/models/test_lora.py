@@ -4,16 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig as TheirConfig
-from peft import get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from mlm.convert.huggingface.families import layer_names, mapping_of_kind
-from mlm.convert.huggingface.peft import stored_adapters
-from mlm.models.config import LoraConfig, ModelConfig
+from mlm.convert.huggingface.families import mapping_of_kind
+from mlm.models.config import LoraConfig
 from mlm.models.family import family_of
 from mlm.models.lora import add_adapters, freeze_base
 from mlm.optim.config import PrecisionConfig
@@ -22,7 +19,8 @@ from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full
 from mlm.training.pipelined import PipelinedModel
-from tests.models.peft_adapters import to_ours
+from tests.models.peft_adapters import adapt, to_ours
+from tests.models.tiny import tiny
 
 STEPS = 5
 """Within 1e-6: norms of Llama are computed in float32 in `transformers`."""
@@ -64,28 +62,7 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     model, _ = mapping.read(theirs.config.to_dict(), "theirs")
     ours = family_of(model.kind).model(model, dtype=torch.float64).double()
     load_full(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
-    add_adapters(ours, lora, layer_names(model))
-    ours.double()
-    freeze_base(ours, torch.float64)
-
-    stored = stored_adapters(model, lora)
-    targets = [module for each in stored for module in each.modules]
-    adapted = get_peft_model(
-        theirs,
-        TheirConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora),
-    ).double()
-    values = {
-        name.replace(".default", "").replace("_vector.weight", "_vector"): p
-        for name, p in adapted.named_parameters()
-        if p.requires_grad
-    }
-    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for p in values.values():
-            p.normal_(0, 0.1)
-        for each in stored:
-            for name, value in to_ours(each, values.__getitem__, dict(ours.named_parameters()).__getitem__):
-                mine[name].copy_(value)
+    adapted, stored, mine, values = adapt(ours, theirs, model, lora)
     assert sum(p.numel() for p in mine.values()) == sum(p.numel() for p in values.values())
 
     def nothing(name: str) -> Tensor:
@@ -119,10 +96,7 @@ def test_routers_beside_adapters_choose_as_those_of_transformers_in_bfloat16() -
     torch.manual_seed(0)
     bias = 1 + 0.001 * torch.randn(8)
     options = {"num_experts": 8, "expert_ffn_size": 8, "router_scores": "sigmoid", "balance": "bias"}
-    model = ModelConfig(
-        **{"kind": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "activation": "silu"},
-        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "options": options},
-    )
+    model = tiny("llama", num_layers=1, num_heads=2, options=options)
     precision = PrecisionConfig(dtype="bf16")
     (ours,) = PipelinedModel(model, ParallelConfig(), precision, shape_context(), LoraConfig(rank=2)).chunks
     router = ours.layers["0"].mlp.router
@@ -138,10 +112,7 @@ def test_routers_beside_adapters_choose_as_those_of_transformers_in_bfloat16() -
 
 def test_of_a_mixture_all_but_routed_experts_have_adapters() -> None:
     options = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16, "shared_experts": 1}
-    model = ModelConfig(
-        kind="llama", num_layers=1, hidden_size=16, num_heads=2, vocab_size=64, activation="silu",
-        hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=16, options=options,
-    )  # fmt: skip
+    model = tiny("llama", num_layers=1, num_heads=2, ffn_hidden_size=16, vocab_size=64, options=options)
     ours = family_of(model.kind).model(model)
     init_parameters(ours, 0)
     add_adapters(ours, LoraConfig(rank=2), {})

@@ -24,8 +24,6 @@ from mlm.models.documents import (
 
 S, B, HEADS, HEAD_DIM, EOD = 12, 3, 2, 8, 7
 CPU = torch.device("cpu")
-PADDED = [[12], [5], [1]]
-DOCUMENTS = [[12], [1, 4, 7], [3, 3, 3, 3]]
 
 
 def by_sequence(
@@ -47,7 +45,7 @@ def by_sequence(
 def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and input gradients of every token that counts; padding takes no part in either."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
-    lengths = DOCUMENTS if causal else PADDED
+    lengths = [[12], [1, 4, 7], [3, 3, 3, 3]] if causal else [[12], [5], [1]]
     if causal:
         ends = torch.zeros(B, S, dtype=torch.bool)
         for sample, each in enumerate(lengths):
@@ -55,7 +53,6 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
         bias = document_bias(ends, torch.float64)
     else:
         spans = padding_spans(torch.tensor([12, 5, 1]), S, torch.float64, CPU)
-        assert spans is not None
         bias = spans.bias
     generator = torch.Generator().manual_seed(0)
     x, dy = (
@@ -84,11 +81,8 @@ def test_padding_and_documents_give_their_packing(monkeypatch: pytest.MonkeyPatc
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     tokens[0, [1, 2]] = EOD
     apart = Boundaries(EOD, reset_attention=True).documents(tokens, torch.bfloat16, tokens)
-    assert apart is not None
     for spans, begins in ((padded, [0, 12, 17, 18]), (apart.spans, [0, 2, 3, 6])):
-        assert spans is not None
         assert spans.bias is None
-        assert isinstance(spans.packing, Packing)
         assert spans.packing.begins.tolist() == begins
 
 

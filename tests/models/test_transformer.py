@@ -10,26 +10,13 @@ from torch import Tensor
 
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
-from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
+from tests.models.tiny import tiny
 
 ONE = Axis("tp")
-
-
-def config(kind: str, **changed: object) -> ModelConfig:
-    return ModelConfig(
-        kind=kind,  # type: ignore[arg-type]
-        token_types=2 if kind == "bert" else 0,
-        num_layers=2,
-        hidden_size=8,
-        num_heads=2,
-        max_positions=6,
-        vocab_size=11,
-        **changed,  # type: ignore[arg-type]
-    )
 
 
 def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +28,8 @@ def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.Monke
         return draw_keep_mask(rows, keys_, *args)
 
     monkeypatch.setattr("mlm.parallel.dropout.draw_keep_mask", noted)
-    model = BERT(config("bert", head="classification", num_labels=3), tp=ONE)
+    config = tiny("bert", hidden_dropout=0.1, attention_dropout=0.1, head="classification", num_labels=3)
+    model = BERT(config, tp=ONE)
     init_parameters(model, 1, ONE)
     stream = DropoutStream.of_micro_batch(5, 0, 2, torch.device("cpu"))
     model.outputs(Inputs(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([6, 6])), stream)
@@ -66,8 +54,3 @@ def test_every_layer_is_in_one_stage_in_order(stages: int, more: int) -> None:
     assert min(sizes) >= 1
     assert [s.is_first for s in split] == [True] + [False] * (stages - 1)
     assert [s.is_last for s in split] == [False] * (stages - 1) + [True]
-
-
-def test_more_stages_than_layers_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"num_layers=3 .* 4 stages"):
-        split_layers(3, 4)

@@ -20,7 +20,6 @@ from mlm.convert.source import open_source
 from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import MaskedLanguageModel, masked_targets
-from mlm.models.config import ModelConfig
 from mlm.models.documents import padding_spans
 from mlm.models.shape import count_parameters
 from mlm.optim.config import PrecisionConfig
@@ -31,10 +30,10 @@ from mlm.util.errors import UserError
 from mlm.verify.huggingface import our_outputs, reference_outputs, relative_difference
 from tests.convert.hf_models import edit_config, export_model, import_model
 from tests.models.reference import randomized
+from tests.models.tiny import tiny
 from tests.slow import slow_but
 
-ROBERTAS = ("Roberta", "XLMRoberta", "Camembert")
-KIN = (*ROBERTAS, "DistilBert")
+KIN = ("Roberta", "XLMRoberta", "Camembert", "DistilBert")
 """Beginnings of the names of transformers' classes."""
 SHAPES = [  # layers, width, heads, MLP, vocabulary, positions, id of padding
     (3, 24, 4, 60, 331, 48, 1),
@@ -42,7 +41,6 @@ SHAPES = [  # layers, width, heads, MLP, vocabulary, positions, id of padding
     (1, 18, 3, 72, 259, 33, 5),
 ]
 BATCH, LENGTH = 3, 29
-ONE = Axis("tp")
 
 
 def make_kin(kin: str, name: str, shape: Sequence[int] = SHAPES[0], **settings: Any) -> Any:
@@ -75,7 +73,6 @@ def batch_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def theirs_loss(model: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Logits of tokens without padding, and the loss."""
     tokens, lengths, labels = batch_of(shape)
     mask = torch.arange(LENGTH) < lengths[:, None]
     logits = model(tokens, attention_mask=mask.long()).logits
@@ -93,12 +90,10 @@ def our_loss(model: MaskedLanguageModel, shape: tuple[int, ...]) -> tuple[Tensor
 
 
 def read_ours(folder: Path, dtype: str = "fp64") -> MaskedLanguageModel:
-    """Our model of a folder that transformers saved."""
     loaded = load_trained(
         open_source(str(folder)), ParallelConfig(), PrecisionConfig(dtype=dtype), shape_context()
     )
     (chunk,) = loaded.model.chunks
-    assert isinstance(chunk, MaskedLanguageModel)
     return chunk.double() if dtype == "fp64" else chunk
 
 
@@ -121,7 +116,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     torch.testing.assert_close(our, loss, rtol=0, atol=1e-12)
     theirs = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     expected = MAPPING.to_ours(theirs, ours.config)
-    gradients = {s.name: s.without_padding(s.parameter.grad) for s in parameter_shards(ours, ONE)}
+    gradients = {s.name: s.without_padding(s.parameter.grad) for s in parameter_shards(ours, Axis("tp"))}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
@@ -202,16 +197,8 @@ def test_what_our_model_does_not_compute_is_rejected(
     assert problem in str(caught.value)
 
 
-def test_labels_of_tokens_are_rejected(tmp_path: Path) -> None:
-    make_kin("Roberta", "ForTokenClassification").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a label for each token"):
-        read_model(tmp_path)
-
-
-ROBERTA = ModelConfig(
-    **{"kind": "roberta", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_positions": 24},  # type: ignore[arg-type]
-    **{"vocab_size": 61, "token_types": 1, "norm": "post", "activation": "gelu"},  # type: ignore[arg-type]
-    options={"position_offset": 2},
+ROBERTA = tiny(
+    "roberta", num_heads=2, token_types=1, norm="post", activation="gelu", options={"position_offset": 2}
 )
 
 

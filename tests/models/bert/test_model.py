@@ -11,28 +11,17 @@ import torch.nn.functional as F
 from mlm.convert.huggingface.bert import MAPPING
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, masked_targets
-from mlm.models.config import ModelConfig
 from mlm.models.documents import padding_spans
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.reference import pretraining_model
+from tests.models.tiny import tiny
 
 VOCAB, SEQ, BATCH = 997, 24, 4
-MODEL = ModelConfig(
-    kind="bert",
-    num_layers=3,
-    hidden_size=64,
-    num_heads=4,
-    max_positions=32,
-    vocab_size=VOCAB,
-    token_types=2,
-    activation="gelu",
-    layer_norm_eps=1e-12,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
+SIZES = {"num_layers": 3, "hidden_size": 64, "max_positions": 32, "vocab_size": VOCAB}
+MODEL = tiny("bert", **SIZES, activation="gelu", layer_norm_eps=1e-12)
 ONE = Axis("tp")
 
 

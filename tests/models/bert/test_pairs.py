@@ -108,8 +108,6 @@ def megatron_helpers() -> ModuleType:
     if not found:
         pytest.skip(f"megatron-core has no compiled helpers in {folder}")
     spec = importlib.util.spec_from_file_location("helpers_cpp", found[0])
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,23 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from mlm.convert.huggingface.gpt2 import MAPPING
-from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.models.reference import random_gpt2
+from tests.models.tiny import tiny
 
 VOCAB, SEQ, BATCH = 997, 24, 3
-MODEL = ModelConfig(
-    num_layers=3,
-    hidden_size=64,
-    num_heads=4,
-    max_positions=32,
-    vocab_size=VOCAB,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
+MODEL = tiny(num_layers=3, hidden_size=64, max_positions=32, vocab_size=VOCAB)
 ONE = Axis("tp")
 
 
@@ -64,6 +56,5 @@ def test_gpt2_matches_transformers(activation: Any, recompute: str) -> None:
     loss.backward()
     torch.testing.assert_close(loss.detach(), want["loss"], rtol=1e-6, atol=1e-6)
     for shard in parameter_shards(model, ONE):
-        assert shard.parameter.grad is not None, shard.name
         grad, expected = shard.without_padding(shard.parameter.grad), want["grads"][shard.name]
         assert (grad - expected).abs().max() <= 1e-4 * expected.abs().max(), shard.name

@@ -14,9 +14,6 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.verify.parity import compare, judge
 from tests.verify.parity_layouts import Layout
 
-INIT_STD = 0.2
-"""Wide enough for softcaps and other curves to bend."""
-
 
 def greedy(ctx: ParallelContext, folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The most probable next tokens of prompts, read from a model folder."""
@@ -29,7 +26,7 @@ def greedy(ctx: ParallelContext, folder: Path, prompts: list[list[int]], count: 
 def check_layout(ctx: ParallelContext, model: ModelConfig, layout: Layout) -> None:
     """Losses and gradients of two steps in float64 are those of one process, to 1e-10."""
     config = layout.config()
-    model = replace(model, init_std=INIT_STD)
+    model = replace(model, init_std=0.2)  # softcaps and other curves bend
     config = replace(config, model=model, parallel=replace(config.parallel, ep=layout.ep))
     report = compare(config, ctx)
     if report is None:

@@ -29,7 +29,6 @@ def trainer_of(ctx: ParallelContext, layout: Layout) -> Trainer:
 
 
 def tensors(trainer: Trainer) -> list[tuple[str, ParameterShard, Tensor]]:
-    """Weights and moments of a rank."""
     ensure_state(trainer.optimizer)
     moments = [(m, s, moment(trainer.optimizer, s, m)) for s in trainer.shards for m in MOMENTS]
     return [("weight", s, s.parameter.detach()) for s in trainer.shards] + moments

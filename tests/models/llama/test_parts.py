@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.config import ModelConfig
 from mlm.models.documents import document_bias, document_spans
 from mlm.models.llama.attention import GroupedQueryAttention
 from mlm.models.llama.model import Llama
@@ -16,22 +15,11 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.models.rotary import Rotary
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
+from tests.models.tiny import tiny
 
 S, B = 9, 2
-MODEL = ModelConfig(
-    kind="llama",
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    ffn_hidden_size=20,
-    max_positions=32,
-    vocab_size=31,
-    vocab_multiple=8,
-    activation="silu",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    options={"num_kv_heads": 2},
-)
+SIZES = {"hidden_size": 24, "ffn_hidden_size": 20, "max_positions": 32, "vocab_size": 31}
+MODEL = tiny("llama", **SIZES, vocab_multiple=8, options={"num_kv_heads": 2})
 ONE = Axis("tp")
 
 

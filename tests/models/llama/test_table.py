@@ -11,20 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mlm.convert.huggingface.families import layer_names
 from mlm.convert.huggingface.llama import MAPPING
 from mlm.convert.huggingface.llama_variants import VARIANTS
-from mlm.convert.huggingface.peft import stored_adapters, stored_tensors
+from mlm.convert.huggingface.peft import stored_tensors
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.config import LoraConfig
 from mlm.models.llama.model import Llama
 from mlm.models.llama.settings import LlamaSettings
-from mlm.models.lora import add_adapters, freeze_base
 from mlm.models.shape import architecture_of, count_parameters
 from mlm.optim.matrices import matrices_of
 from mlm.parallel.expert.router import routers
@@ -44,7 +40,7 @@ from tests.models.llama.table import (
     their_gradients,
     their_model,
 )
-from tests.models.peft_adapters import to_ours
+from tests.models.peft_adapters import adapt, to_ours
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 from tests.verify.parity_layouts import Layout
@@ -135,7 +131,6 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, shape: int) -
     grads = MAPPING.to_ours(on_disk(theirs, their_gradients(theirs)), our_config(theirs))
     for shard in parameter_shards(ours, Axis("tp")):
         if shard.is_trained:
-            assert shard.parameter.grad is not None, shard.name
             grad, expected = shard.without_padding(shard.parameter.grad), grads[shard.name]
             assert (grad - expected).norm() <= 1e-9 * expected.norm(), shard.name
 
@@ -158,7 +153,6 @@ def check_cached(model: Llama, tokens: Tensor) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder."""
     return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
 
 
@@ -260,21 +254,9 @@ def test_adapters_are_those_of_peft(name: str) -> None:
     has_experts = VARIANTS[theirs.config.model_type].has_experts
     targets = ("query", "kv", "out") if has_experts else ("all-linear",)
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets)
-    add_adapters(ours, lora, layer_names(config))
-    ours.double()
-    freeze_base(ours, torch.float64)
-    stored = stored_adapters(config, lora)
-    modules = sorted({module for each in stored for module in each.modules})
-    adapted = get_peft_model(theirs, PeftConfig(r=3, lora_alpha=5, target_modules=modules)).double()
-    values = {n.replace(".default", ""): p for n, p in adapted.named_parameters() if p.requires_grad}
-    mine = {n: p for n, p in ours.named_parameters() if p.requires_grad}
+    adapted, stored, mine, values = adapt(ours, theirs, config, lora)
     base = dict(ours.named_parameters()).__getitem__
     with torch.no_grad():
-        for p in values.values():
-            p.normal_(0, 0.1)
-        for each in stored:
-            for ours_name, value in to_ours(each, values.__getitem__, base):
-                mine[ours_name].copy_(value)
         if any(each.rows.section is not None for each in stored):
             with pytest.raises(UserError, match="peft adapts no part; use mlm export hf merge=true"):
                 stored_tensors(config, lora, mine.__getitem__, base)
