@@ -44,5 +44,4 @@ def write_corpora(root: Path) -> Path:
 def segments(out: str | Path) -> list[dict[str, Any]]:
     """Of the newest checkpoint."""
     path = latest_checkpoint(Path(out, "checkpoints"))
-    assert path is not None
     return read_manifest(path).state["data"]["segments"]  # type: ignore[no-any-return]

@@ -6,11 +6,9 @@ from typing import Any
 
 
 def records(out: str | Path, *kinds: str) -> list[dict[str, Any]]:
-    """The records of these kinds, in their order."""
     lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     return [record for record in lines if record["kind"] in kinds]
 
 
 def losses(out: str | Path) -> list[float]:
-    """The losses of all logged steps."""
     return [record["loss"] for record in records(out, "step")]

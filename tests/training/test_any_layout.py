@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mlm.checkpoint.native.format import read_manifest
 from mlm.data.config import DataConfig
-from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.optim.config import EmaConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -24,11 +23,12 @@ from mlm.parallel.sharding import ParameterShard
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
+from tests.models.tiny import tiny
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.saving import save
 
-VOCAB, HIDDEN, HEADS, LAYERS, POSITIONS = 50257, 8, 8, 6, 8
+VOCAB, HIDDEN, LAYERS, POSITIONS = 50257, 8, 6, 8
 LAYOUTS = {
     "one": ParallelConfig(),
     "tp8-sp": ParallelConfig(tp=8, sequence_parallel=True),
@@ -49,12 +49,8 @@ def spec_of(parallel: ParallelConfig) -> PretrainConfig:
         name="any-layout",
         out="unused",
         seed=3,
-        model=ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_heads=HEADS,
-            max_positions=POSITIONS,
-            vocab_size=VOCAB,
+        model=tiny(
+            num_layers=LAYERS, hidden_size=HIDDEN, num_heads=8, max_positions=POSITIONS, vocab_size=VOCAB
         ),
         parallel=parallel,
         ema=EmaConfig(decay=0.9),
@@ -95,7 +91,6 @@ def part_of(name: str, shard: ParameterShard, ctx: ParallelContext, padding: flo
 def held(trainer: Trainer) -> list[tuple[str, ParameterShard, Tensor]]:
     """Every tensor of a rank's state with its checkpoint name, padding included."""
     average = trainer.average
-    assert average is not None
     return [
         entry
         for s in trainer.shards

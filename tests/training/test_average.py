@@ -39,7 +39,6 @@ def averaged(decay: float = DECAY, **changes: Any) -> PretrainConfig:
 
 
 def averages(trainer: Trainer) -> dict[str, Tensor]:
-    assert trainer.average is not None
     return {s.name: trainer.average.values[s.parameter].clone() for s in trainer.shards if s.is_trained}
 
 
@@ -55,7 +54,6 @@ def test_the_average_is_that_of_adam_over_the_weights() -> None:
         adam.step()
         for x, shard in zip(moving, trainer.shards, strict=True):
             want = adam.state[x]["exp_avg"] / (1 - DECAY**n)
-            assert trainer.average is not None
             torch.testing.assert_close(trainer.average.values[shard.parameter], want, rtol=0, atol=1e-12)
 
 
@@ -64,7 +62,6 @@ def test_a_step_that_overflows_is_not_averaged() -> None:
     spec = replace(base, precision=PrecisionConfig(dtype="fp16", initial_loss_scale=2.0**60))
     trainer = Trainer(spec, shape_context())
     steps_of(trainer, 2)
-    assert trainer.average is not None
     assert trainer.average.count.item() == 0
     assert not any(x.any() for x in averages(trainer).values())
     weights = [shard.parameter.detach().clone() for shard in trainer.shards]

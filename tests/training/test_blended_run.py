@@ -32,7 +32,6 @@ SEQ, BATCH = 4, 8
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Corpora wiki, web and code."""
     return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
@@ -45,7 +44,6 @@ def corpora(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
-    """The same run as a dataclass, in float64."""
     base = config(global_batch_size=BATCH, micro_batch_size=2, steps=40)
     model = replace(base.model, vocab_size=VOCAB, num_layers=1)
     return replace(
@@ -183,24 +181,13 @@ def test_a_state_of_another_kind_is_rejected(corpora: Path, tmp_path: Path) -> N
         assert len(str(caught.value).splitlines()) == 1
 
 
-class TestProblems:
-    """Problems that reading the corpora shows, before any rank starts."""
-
-    def test_sound_corpora_have_none(self, corpora: Path) -> None:
-        assert corpus_problems(spec(WIKI_WEB)) == []
-
-    def test_tokenizers_that_differ_are_named(self, corpora: Path) -> None:
-        add_receipt(corpora / "web", tokenizer="2")
-        (problem,) = corpus_problems(spec(WIKI_WEB))
-        assert problem.startswith(
-            "data.blend: written with different tokenizers: corpora/wiki/train by xxh3:0"
-        )
-
-    def test_copies_of_a_corpus_are_named(self, corpora: Path) -> None:
-        shutil.copytree(corpora / "wiki", corpora / "copy")
-        (problem,) = corpus_problems(spec(("corpora/wiki", "corpora/copy")))
-        assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in problem
-
-    def test_a_validation_set_is_looked_at_too(self, corpora: Path) -> None:
-        (corpora / "web" / "validation.bin").write_bytes(b"")
-        assert any("web/validation.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))
+def test_problems_of_corpora_are_named_before_any_rank_starts(corpora: Path) -> None:
+    assert corpus_problems(spec(WIKI_WEB)) == []
+    shutil.copytree(corpora / "wiki", corpora / "copy")
+    (problem,) = corpus_problems(spec(("corpora/wiki", "corpora/copy")))
+    assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in problem
+    add_receipt(corpora / "web", tokenizer="2")
+    (problem,) = corpus_problems(spec(WIKI_WEB))
+    assert problem.startswith("data.blend: written with different tokenizers: corpora/wiki/train by xxh3:0")
+    (corpora / "web" / "validation.bin").write_bytes(b"")
+    assert any("web/validation.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))

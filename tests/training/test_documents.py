@@ -18,6 +18,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
+from tests.training.records import records
 from tests.verify.parity_layouts import EOD, SEQ, VOCAB_OF_DOCUMENTS, Layout
 
 SAMPLES = 8
@@ -67,7 +68,7 @@ def problems(data: DataConfig) -> list[str]:
     return corpus_problems(replace(config, data=replace(data, seq_length=SEQ), model=model))
 
 
-def test_an_unknown_end_is_a_problem() -> None:
+def test_an_end_that_is_unknown_or_no_token_is_a_problem() -> None:
     switch = SWITCHES[2]
     asked: dict[str, Any] = {switch: True}
     assert problems(DataConfig(kind="synthetic", **asked)) == [
@@ -75,10 +76,7 @@ def test_an_unknown_end_is_a_problem() -> None:
         "of a corpus records it: set data.eod_id=… or data.tokenizer=…"
     ]
     assert problems(DataConfig(kind="synthetic", eod_id=0, **asked)) == []
-
-
-def test_an_end_that_is_no_token_is_a_problem() -> None:
-    (problem,) = problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True))
+    (problem,) = problems(DataConfig(kind="synthetic", eod_id=11, **asked))
     assert problem.startswith("data.eod_id=11 is no token of model.vocab_size=11")
 
 
@@ -141,11 +139,9 @@ def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) 
     words += ["schedule=constant", "schedule.warmup_steps=1", f"data.path={folder}", f"out={out}"]
     assert main(["pretrain", *words, *(f"data.{switch}=true" for switch in SWITCHES)]) == 0
     checkpoint = latest_checkpoint(out / "checkpoints")
-    assert checkpoint is not None
     config = read_manifest(checkpoint).state["config"]
     assert config["data"]["eod_id"] == 3
-    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    (validation,) = [record["loss"] for record in records if record["kind"] == "validation"]
+    (validation,) = [record["loss"] for record in records(out, "validation")]
 
     (folder / "corpus.json").unlink()
     assert main(["eval", "loss", f"ckpt={out}", f"out={tmp_path / 'score.json'}", "dist.device=cpu"]) == 0

@@ -1,6 +1,5 @@
 """Gradient norms by layer: those of one process at every layout, in one message, to every tracker."""
 
-import json
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mlm.training.gradient_norms import GradientNorms
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.training.records import records
 from tests.training.test_gradient_sums import SPEC, batches
 from tests.training.test_observers import RUN
 from tests.training.test_trainer import config
@@ -99,12 +99,10 @@ def test_a_run_reports_norms_where_due_and_remembers_it(
     words = [*RUN, "log.every=1", "train.validate_every=0", f"out={tmp_path}"]
     assert main([*words, "train.steps=2", f"train.observers=[{{use: {USE}, every: 2}}]"]) == 0
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 0
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    whole = {each["step"]: each["grad_norm"] for each in records if each["kind"] == "step"}
+    whole = {each["step"]: each["grad_norm"] for each in records(tmp_path, "step")}
     norms = {
         each["step"]: math.hypot(*(x for name, x in each.items() if name.startswith("grad_norm/")))
-        for each in records
-        if each["kind"] == "measured"
+        for each in records(tmp_path, "measured")
     }
     assert norms == pytest.approx({2: whole[2], 4: whole[4]}, rel=1e-6)
     command = capsys.readouterr().out.rpartition("train on: ")[2].partition("\n")[0]

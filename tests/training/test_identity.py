@@ -98,7 +98,6 @@ def test_what_may_change_is_recorded_from_and_to() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with dropout."""
     out = claim_folder(tmp_path_factory.mktemp("run"), "run")
     trainer = Trainer(spec(out), shape_context())
     steps_of(trainer, 2)

@@ -1,6 +1,5 @@
 """Observers: when each method is called, what a decision does, and observers of the user's own."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,21 +14,19 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
 from mlm.config.build import from_dict
 from mlm.config.fields import POSITIVE
-from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.parallel.mesh import shape_context
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.reporter import Reporter
 from mlm.training.loop import resume_command
 from mlm.training.observer import DeferredCheck, Observer, Observers, StepOutcome
 from mlm.training.trainer import Trainer
-from tests.ranks import run_on_ranks
+from tests.training.records import records
 from tests.training.test_gradient_sums import SPEC, batches
 
 CALLS: list[str] = []
 
 
 class Recorder(Observer):
-    """Notes every call."""
-
     def on_run_start(self, trainer: Trainer[Any], reporter: object) -> None:
         CALLS.append(f"start from {trainer.step}")
 
@@ -86,8 +83,6 @@ def test_a_custom_observer_sees_each_point_of_a_step_in_order(tmp_path: Path) ->
 
 @dataclass
 class Counts(Observer):
-    """Counts steps."""
-
     every: Annotated[int, POSITIVE]
     name: str = "steps"
 
@@ -114,8 +109,7 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4"]) == 2
     typed = capsys.readouterr().err.partition("if you trust it, type '")[2].partition("' or set")[0]
     assert main(["pretrain", f"resume={tmp_path}", "train.steps=4", typed]) == 0
-    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert [each["steps"] for each in records if each["kind"] == "measured"] == [2, 4]
+    assert [each["steps"] for each in records(tmp_path, "measured")] == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +142,6 @@ def test_what_is_no_entry_is_one_line(entry: str, capsys: pytest.CaptureFixture[
 
 
 class Decides(Observer):
-    """Answers each step alike."""
-
     def __init__(self, answer: DeferredCheck | bool | None) -> None:
         self.answer = answer
 
@@ -183,30 +175,3 @@ def test_an_update_is_applied_once_unless_an_observer_skips_it(
     expected = plain.shards[0].parameter if updates else before
     assert torch.equal(trainer.shards[0].parameter, expected)
     assert trainer.step == 1
-
-
-class Norm(Observer):
-    """The norm of this rank's gradients, as the documentation's example takes it."""
-
-    def __init__(self, trainer: Trainer[Any]) -> None:
-        self.trainer, self.square = trainer, 0.0
-
-    def before_update(self, parts: Tensor, grad_norm: Tensor) -> None:
-        grads = [shard.parameter.grad for shard in self.trainer.shards if shard.is_owner]
-        self.square = sum(float(grad.square().sum()) for grad in grads if grad is not None)
-        self.whole = float(grad_norm)
-
-
-def square_and_norm(ctx: ParallelContext) -> tuple[float, float]:
-    trainer = Trainer[Any](SPEC, ctx)
-    norm = Norm(trainer)
-    trainer.observers = Observers([norm])
-    trainer.train_step(batches(ctx.dp.rank, ctx.dp.size))
-    return norm.square, norm.whole
-
-
-def test_gradients_are_summed_over_ranks_when_observers_see_them() -> None:
-    ((square, whole),) = run_on_ranks(square_and_norm)
-    assert square == pytest.approx(whole**2)
-    for mine, norm in run_on_ranks(square_and_norm, dp=2):
-        assert (mine, norm) == (pytest.approx(square), pytest.approx(whole))

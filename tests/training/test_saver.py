@@ -29,8 +29,6 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors"
 
 
 class Told:
-    """A reporter that remembers."""
-
     def __init__(self) -> None:
         self.saved_steps: list[int] = []
         self.failures: list[tuple[int, str]] = []

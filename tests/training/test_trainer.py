@@ -10,7 +10,6 @@ import torch
 
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, Loader, SyntheticDataset
-from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import gradient_norm
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -18,6 +17,7 @@ from mlm.parallel.config import IGNORE_INDEX, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
+from tests.models.tiny import tiny
 from tests.ranks import run_on_ranks
 
 VOCAB, SEQ = 61, 16
@@ -31,15 +31,7 @@ def config(
         name="test",
         out="unused",
         seed=3,
-        model=ModelConfig(
-            num_layers=2,
-            hidden_size=16,
-            num_heads=4,
-            max_positions=SEQ,
-            vocab_size=VOCAB,
-            hidden_dropout=dropout,
-            attention_dropout=dropout,
-        ),
+        model=tiny(max_positions=SEQ, vocab_size=VOCAB, hidden_dropout=dropout, attention_dropout=dropout),
         parallel=ParallelConfig(recompute=recompute),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(lr=1e-2),
         schedule=ScheduleConfig(warmup_steps=5, min_lr=1e-4),
@@ -50,7 +42,6 @@ def config(
 
 
 def steps_of(trainer: Trainer, count: int) -> list[float]:
-    """Losses of the next `count` steps."""
     spec, ctx = trainer.config, trainer.ctx
     samples = SyntheticDataset(VOCAB, SEQ, spec.train.steps * spec.train.global_batch_size, spec.seed)
     with Loader(
@@ -66,12 +57,6 @@ def steps_of(trainer: Trainer, count: int) -> list[float]:
 
 def train(ctx: ParallelContext, spec: PretrainConfig, count: int = 20) -> list[float]:
     return steps_of(Trainer(spec, ctx), count)
-
-
-def test_dropout_masks_do_not_depend_on_the_size_of_a_micro_batch() -> None:
-    """Masks are functions of the sample; layouts with dropout are compared by parity."""
-    losses = [run_on_ranks(train, config(dropout=0.2, micro_batch_size=size), 5)[0] for size in (2, 8)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-10)
 
 
 def test_weights_cast_once_a_step_give_the_same_bits() -> None:
@@ -180,18 +165,6 @@ def test_gradients_and_moments_in_float16_are_those_without_the_loss_scale(clip:
         found.append([torch.cat([x.flatten() for x in tensors]) for tensors in values])
     for exact, half in zip(*found, strict=True):
         assert (half @ exact / (exact @ exact)).item() == pytest.approx(1, rel=5e-3)
-
-
-def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
-    assert run_on_ranks(vote, dp=2) == [(0, 15), (0, 15)]
-
-
-def vote(ctx: ParallelContext) -> tuple[int, int]:
-    trainer = Trainer(config(), ctx)
-    votes = [StopVote(trainer, lambda: 0), StopVote(trainer, lambda: 15 * ctx.rank)]
-    for each in votes:
-        each.before_update()
-    return votes[0].result(), votes[1].result()
 
 
 def test_all_ranks_leave_a_validation_after_the_same_batch() -> None:

@@ -30,7 +30,6 @@ RUINED = [*SANE, "optimizer.lr=1e30", "incident.patience=3"]
 
 @pytest.fixture(scope="module")
 def sane(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sane run of four steps."""
     out = tmp_path_factory.mktemp("sane") / "run"
     assert pretrain(out, *SANE, "train.steps=4") == 0
     return out
@@ -38,7 +37,6 @@ def sane(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(sane: Path, tmp_path: Path) -> Path:
-    """A copy of the sane run."""
     return Path(shutil.copytree(sane, tmp_path / "run"))
 
 

@@ -1,6 +1,5 @@
 """The loads of experts: counted over the global batch, the same at every layout, recorded and judged."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from mlm.training.incidents.probe import describe_place
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.incidents.test_places import found
+from tests.training.records import records
 from tests.training.test_trainer import steps_of
 from tests.verify.parity_layouts import MIXTURES, Layout, parse_layouts
 
@@ -100,7 +100,6 @@ def first_bad_of(ctx: ParallelContext, spec: PretrainConfig, what: str) -> dict[
             row = 3 - shard.offset[0]
             if shard.name == "layers.2.mlp.experts.down" and 0 <= row < len(shard.parameter):
                 held = shard.parameter.data if what == "weight" else shard.parameter.grad
-                assert held is not None
                 held[row, 1, 0] = float("nan")
 
     def spoil(batches: Any, objective: Any = None) -> Tensor:
@@ -127,14 +126,13 @@ def test_a_run_records_loads_and_idle_experts(tmp_path: Path, capfd: pytest.Capt
     words += " data=synthetic data.seq_length=16 train.steps=2 train.global_batch_size=2"
     words += f" train.micro_batch_size=2 train.validate_every=1 train.validate_batches=1 out={tmp_path}"
     assert main(["pretrain", *words.split()]) == 0
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps, loads = ([r for r in records if r["kind"] == kind] for kind in ("step", "experts"))
+    steps, loads = (records(tmp_path, kind) for kind in ("step", "experts"))
     assert [r["step"] for r in loads] == [1, 2]
     for step, record in zip(steps, loads, strict=True):
         assert {sum(counts) for counts in record["counts"].values()} == {2 * 16 * 2}
         largest = {layer: max(counts) * 80 / 64 for layer, counts in record["counts"].items()}
         assert step["imbalance_by_layer"] == pytest.approx(largest, abs=1e-4)
         assert step["imbalance"] == max(step["imbalance_by_layer"].values())
-    (incident,) = (r for r in records if r["kind"] == "incident")
+    (incident,) = records(tmp_path, "incident")
     assert incident["kinds"] == ["idle_expert"]
     assert "step 2: incident: no token for 2 steps: expert " in capfd.readouterr().err

@@ -1,10 +1,9 @@
 """Incidents of `mlm finetune`: a row that spoils its step is named, and what was asked for follows."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -102,9 +101,8 @@ def test_rewind_is_rejected(folder: Path, tmp_path: Path) -> None:
     assert problem.fix == "use incident.action=skip, log or stop"
 
 
-@contextmanager
-def flipping(ctx: ParallelContext) -> Iterator[None]:
-    """Flip a bit of rank 1's weights after the first step."""
+def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
+    """A run in which a bit of rank 1's weights flips after the first step."""
 
     class Flipped(Trainer[Any]):
         def clip_and_update(self, parts: Tensor) -> Any:
@@ -113,15 +111,10 @@ def flipping(ctx: ParallelContext) -> Iterator[None]:
                 self.shards[0].parameter.data.view(torch.int64).view(-1)[0] ^= 1
             return outcome
 
-    before, training.Trainer = training.Trainer, Flipped  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        training.Trainer = before  # type: ignore[misc]
-
-
-def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
-    with flipping(ctx), pytest.raises(IncidentError, match="replicas differ since step"):
+    with (
+        patch.object(training, "Trainer", Flipped),
+        pytest.raises(IncidentError, match="replicas differ since step"),
+    ):
         training.run(config, ctx)
 
 
@@ -139,7 +132,6 @@ def packed(ends: list[list[int]] | None) -> PackedBatch:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     mask = None if ends is None else torch.zeros(2, 6, dtype=torch.bool)
     for row, places in enumerate(ends or ()):
-        assert mask is not None
         mask[row, places] = True
     return PackedBatch(tokens, tokens, 0, mask, (5, 3, 9) if ends else (5, 3))
 

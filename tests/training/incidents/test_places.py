@@ -92,7 +92,6 @@ def corrupt_weight(ctx: ParallelContext, spec: PretrainConfig) -> dict[str, Any]
     trainer: Trainer = Trainer(spec, ctx)
     if ctx.rank == 1:
         module = layer(trainer, 0)
-        assert module is not None
         module.mlp.up.weight.data[5, 5] = NAN
     return found(trainer)
 
@@ -103,7 +102,6 @@ def test_an_overflow_between_modules_is_at_the_input_of_the_next(recompute: str)
     trainer: Trainer = Trainer(config(recompute=recompute), shape_context())
     large = torch.finfo(torch.float64).max
     module = layer(trainer, 0)
-    assert module is not None
     with writing(module.attention.out, large, 0, 1, 2), writing(module.mlp.down, large, 0, 1, 2):
         first = found(trainer)["first_not_finite"]
     assert (first["tensor"], first["name"]) == ("input", "layers.1.attention_norm")
@@ -113,7 +111,6 @@ def test_an_overflow_between_modules_is_at_the_input_of_the_next(recompute: str)
 def test_a_gradient_that_is_not_finite_is_found_where_backward_makes_it() -> None:
     trainer: Trainer = Trainer(config(), shape_context())
     module = layer(trainer, 1)
-    assert module is not None
     handle = module.mlp.up.register_full_backward_hook(lambda _m, grads, _out: (grads[0] * NAN,))
     first = found(trainer)["first_not_finite"]
     handle.remove()

@@ -81,7 +81,6 @@ class Time:
 
 
 def waited(ctx: ParallelContext, axis: str, seconds: float, time: Time) -> None:
-    """Wait for others over an axis."""
     time.now += seconds
     ctx.watch.spent[axis] = ctx.watch.spent.get(axis, 0.0) + seconds
 

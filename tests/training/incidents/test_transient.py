@@ -37,7 +37,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
 def spoil_activation(trainer: Trainer) -> Callable[[], None]:
     """Write a NaN into an activation of layer 1 until the returned function is called."""
     module = layer(trainer, 1)
-    assert module is not None
 
     def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         output = output.clone()
@@ -50,7 +49,6 @@ def spoil_activation(trainer: Trainer) -> Callable[[], None]:
 def spoil_backward(trainer: Trainer) -> Callable[[], None]:
     """Multiply a gradient that leaves layer 1 by 10,000."""
     module = layer(trainer, 1)
-    assert module is not None
     hook = module.mlp.up.register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 1e4,))  # type: ignore[union-attr]
     return hook.remove  # type: ignore[no-any-return]
 
@@ -70,7 +68,6 @@ FAULTS = {"activation": spoil_activation, "backward": spoil_backward, "sum": spo
 
 
 def usual() -> RecentSteps:
-    """Numbers of a run of this size."""
     draw = random.Random(0)
     return RecentSteps(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(600)])
 
