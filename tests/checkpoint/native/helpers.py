@@ -22,12 +22,10 @@ from mlm.util.files import digest_bytes
 
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:
-    """Two small tensors filled with `value`."""
     return {"w": torch.full((6, 4), value), "b": torch.full((3,), value)}
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
-    """One rank saves whole tensors."""
     shards = {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
     return save_checkpoint(
         root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | settings)
@@ -35,7 +33,6 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) 
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
-    """One rank loads whole tensors in place."""
     return load_checkpoint(path, {n: TensorShard.whole(t) for n, t in tensors.items()}, **settings)
 
 

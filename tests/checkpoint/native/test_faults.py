@@ -14,19 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint.native import reader, save_load
-from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native import reader
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
-    TensorShard,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
 )
-from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 from tests.checkpoint.native.helpers import load, save, weights
-from tests.ranks import run_on_ranks
 
 
 @pytest.mark.slow
@@ -93,57 +86,9 @@ def test_unreadable_shard_is_an_error(tmp_path: Path) -> None:
 # Two ranks. `w` is cut into rows [0:4] and [4:6]; rank 0 owns the replicated `b`.
 
 
-def shards_of(rank: int, value: float) -> dict[str, TensorShard]:
-    mine = {"w": TensorShard(torch.full((4 - 2 * rank, 4), value), (6, 4), (4 * rank, 0))}
-    return mine if rank else mine | {"b": TensorShard.whole(torch.full((3,), value))}
-
-
-def save_on(ctx: ParallelContext, root: Path, step: int, value: float = 1.0) -> Path:
-    settings: dict[str, Any] = {"state": {"rank": ctx.rank}, "keep_last": 2, "keep_every": 0}
-    return save_checkpoint(root, step, shards_of(ctx.rank, value), ranks=Ranks.of(ctx), **settings)
-
-
-def load_on(ctx: ParallelContext, path: Path, shards: dict[str, TensorShard]) -> Any:
-    return load_checkpoint(path, shards, ranks=Ranks.of(ctx))
-
-
 def message_of(work: Callable[[], Any]) -> tuple[str, str]:
     try:
         work()
     except UserError as e:
         return type(e).__name__, str(e)
     return "", ""
-
-
-def rank_1_fails(ctx: ParallelContext, root: Path) -> tuple[str, str]:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
-    save_on(ctx, root, 1)
-    with mock.patch.object(save_load, "write_shard_file", side_effect=full) if ctx.rank else mock.MagicMock():
-        return message_of(lambda: save_on(ctx, root, 2))
-
-
-def test_rank_that_cannot_write_fails_all_ranks_alike(tmp_path: Path) -> None:
-    first, second = run_on_ranks(rank_1_fails, tmp_path, tp=2)
-    assert first == second
-    assert first[0] == "CheckpointError"
-    assert "rank-00001.safetensors: could not be saved (rank 1): No space left on device" in first[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
-
-
-def load_damaged(ctx: ParallelContext, path: Path) -> tuple[str, str, float]:
-    wanted = shards_of(ctx.rank, 0.0)
-    kind, message = message_of(lambda: load_on(ctx, path, wanted))
-    return kind, message, float(wanted["w"].tensor.abs().sum())
-
-
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
-def test_damaged_file_fails_all_ranks_and_reaches_no_tensor(tmp_path: Path, name: str) -> None:
-    run_on_ranks(save_on, tmp_path, 1, tp=2)
-    path = tmp_path / "step-00000001"
-    content = (path / name).read_bytes()
-    (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for kind, message, touched in run_on_ranks(load_damaged, path, tp=2):
-        assert kind == CorruptFileError.__name__
-        assert f"{name}: damaged" in message
-        assert touched in (0.0, 8.0, 16.0)  # untouched, or a piece that is whole

@@ -68,12 +68,6 @@ def test_latest_that_is_not_whole_gives_way_to_the_newest_whole(
     assert f"continuing from the newest whole checkpoint, {paths[1]}" in caplog.text
 
 
-def test_latest_that_the_user_turned_back_is_followed(tmp_path: Path) -> None:
-    paths = [save(tmp_path, step, weights()) for step in (1, 2)]
-    (tmp_path / LATEST).write_text("step-00000001")
-    assert latest_checkpoint(tmp_path) == paths[0]
-
-
 @pytest.mark.parametrize("content", ["", "../../elsewhere", "step-1/../..", "\0"])
 def test_latest_that_names_no_checkpoint_is_not_followed(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 1, weights())

@@ -13,6 +13,7 @@ from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import load, save
+from tests.checkpoints_on_disk import flip
 
 FILE = "rank-00000.safetensors"
 BLOCK = 64
@@ -28,18 +29,8 @@ def zeros() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of many small blocks."""
     monkeypatch.setattr(layout, "DIGEST_BLOCK", BLOCK)
     return save(tmp_path, 1, numbers())
-
-
-def flip(file: Path, place: int) -> None:
-    """Change a byte in place: the file keeps its size and inode."""
-    with open(file, "r+b") as f:
-        f.seek(place)
-        byte = f.read(1)[0]
-        f.seek(place)
-        f.write(bytes([byte ^ 1]))
 
 
 def test_a_byte_that_changes_after_verifying_reaches_no_tensor(
@@ -49,7 +40,7 @@ def test_a_byte_that_changes_after_verifying_reaches_no_tensor(
 
     def flip_and_copy(f: Any, *rest: Any) -> None:
         monkeypatch.setattr(reader_module, "copy_region", copy_region)
-        flip(path / FILE, (path / FILE).stat().st_size - 1)
+        flip(path / FILE, -1)
         copy_region(f, *rest)
 
     monkeypatch.setattr(reader_module, "copy_region", flip_and_copy)
@@ -58,14 +49,14 @@ def test_a_byte_that_changes_after_verifying_reaches_no_tensor(
 
 
 def test_a_damaged_byte_that_nobody_asked_for_is_an_error_too(path: Path) -> None:
-    flip(path / FILE, (path / FILE).stat().st_size - 1)
+    flip(path / FILE, -1)
     with pytest.raises(CorruptFileError, match=f"{FILE}: damaged"):
         load(path, {"b": torch.zeros(7)}, allow_extra=lambda name: True)
 
 
 def test_readers_in_one_process_compare_what_they_read(path: Path) -> None:
     """The reader that `mlm reshard` and `mlm export hf` copy from."""
-    flip(path / FILE, (path / FILE).stat().st_size - 1)
+    flip(path / FILE, -1)
     with Reader(path, read_manifest(path)) as reader:
         assert torch.equal(reader.read("b", Region((0,), (7,))), numbers()["b"])
         with pytest.raises(CorruptFileError, match="damaged"):

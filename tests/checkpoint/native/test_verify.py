@@ -21,20 +21,14 @@ from tests.checkpoint.native.helpers import (
     save_pieces,
     weights,
 )
+from tests.checkpoints_on_disk import flip
 from tests.util.special_files import put
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
 
 
 def three_files(root: Path, step: int = 1) -> Path:
-    """A checkpoint of one tensor in three files."""
     return save_pieces(root, step, [{"w": piece} for piece in pieces(weights(step)["w"], [[2, 4]])])
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 def replace_by(kind: str, name: str, path: Path) -> None:
