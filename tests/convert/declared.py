@@ -54,7 +54,6 @@ STYLES: dict[str, dict[str, Any]] = {
         "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
         "first": "<|begin_of_text|>",
     },
-    # names that are on no list
 }
 
 

@@ -1,5 +1,6 @@
 """Tiny BERTs of `transformers` for tests: both families, every class."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from mlm.corpus.train_tokenizer import train_wordpiece
 from mlm.data.vocabulary_files import BERT_SPECIAL
-from mlm.models.config import ModelConfig
+from tests.convert import hf_models
 from tests.models.reference import randomized
 
 SHAPE: dict[str, Any] = {
@@ -23,22 +24,7 @@ SHAPE: dict[str, Any] = {
     "hidden_dropout_prob": 0.05,
     "attention_probs_dropout_prob": 0.2,
 }
-MODEL = ModelConfig(
-    kind="bert",
-    norm="post",
-    num_layers=3,
-    hidden_size=24,
-    num_heads=4,
-    ffn_hidden_size=60,
-    max_positions=48,
-    vocab_size=331,
-    hidden_dropout=0.05,
-    attention_dropout=0.2,
-    layer_norm_eps=1e-4,
-    activation="gelu",
-    token_types=2,
-    head="none",
-)
+MODEL = replace(hf_models.MODEL, kind="bert", norm="post", activation="gelu", token_types=2, head="none")
 """SHAPE as model settings of ours, of model_type bert and without a head."""
 FAMILIES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """model_type -> what the names of its classes begin with."""
@@ -57,7 +43,6 @@ def make_bert(folder: Path, family: str, name: str, **settings: Any) -> PreTrain
 
 
 def add_word_pieces(folder: Path) -> None:
-    """Put a WordPiece tokenizer.json of ours into a folder."""
     texts = ["The quick brown fox jumps over the lazy dog, again and again."] * 5
     train_wordpiece(lambda: texts, 300).save(folder)
 

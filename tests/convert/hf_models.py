@@ -74,18 +74,15 @@ def make_model(
 
 
 def add_tokenizer(folder: Path) -> None:
-    """Put a tokenizer.json of ours into a folder."""
     train_bpe([TEXT] * 5, 300).save(folder)
 
 
 def edit_config(folder: Path, **settings: Any) -> None:
-    """Change keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change the tensors of model.safetensors."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     edit(tensors)

@@ -90,10 +90,14 @@ def test_commands_as_typed_end_as_they_should(tmp_path: Path, capsys: pytest.Cap
     assert [path.name for path in (a / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-def test_result_of_diff_has_these_keys(tmp_path: Path) -> None:
+def test_result_of_diff_has_these_keys_and_one_line(tmp_path: Path, capsys: Output) -> None:
     """Frozen: scripts read them."""
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", value=2.0)
+    other = tensors()
+    other["model.w"][2, 3] = -7.0
+    a, b = save(tmp_path / "a", 1, tensors()), save(tmp_path / "b", 1, other)
     assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1 of 3 tensors differ, model.w most: by 8.0e+00, 1.1e+00 of its largest element" in line
     result = read(tmp_path / "x.json")
     assert list(result) == [
         *("task", "first", "second", "equal", "state", "only_first", "only_second", "forms", "tensors"),
@@ -101,8 +105,8 @@ def test_result_of_diff_has_these_keys(tmp_path: Path) -> None:
     ]
     assert list(result["first"]) == ["path", "step", "digest"]
     assert result["tensors"][0] == {
-        **{"name": "model.w", "differing": 24, "elements": 24},
-        **{"largest": 1.0, "scale": 2.0, "relative": 0.5},
+        **{"name": "model.w", "differing": 1, "elements": 24},
+        **{"largest": 8.0, "scale": 7.0, "relative": 8 / 7},
     }
 
 
@@ -115,16 +119,6 @@ def test_equal_tensors_end_with_0_and_settings_that_differ_are_listed(tmp_path: 
         "config.parallel.tp": {"first": 2, "second": 4},
     }
     assert "all 3 tensors are equal bit for bit" in capsys.readouterr().out
-
-
-def test_difference_ends_with_1_and_one_line(tmp_path: Path, capsys: Output) -> None:
-    other = tensors()
-    other["model.w"][2, 3] = -7.0
-    a, b = save(tmp_path / "a", 1, tensors()), save(tmp_path / "b", 1, other)
-    assert mlm("ckpt", "diff", a, b) == 1
-    err = capsys.readouterr().err
-    assert "1 of 3 tensors differ, model.w most: by 8.0e+00, 1.1e+00 of its largest element" in err
-    assert err.count("\n") == 1
 
 
 def test_folders_of_a_sweep_are_paths(tmp_path: Path) -> None:

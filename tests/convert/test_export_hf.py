@@ -30,12 +30,9 @@ from tests.convert.hf_models import (
     make_model,
 )
 
-LARGEST = 20_000  # bytes
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> GPT2LMHeadModel:
-    """The imported run."""
     model = make_model(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     return model
@@ -43,24 +40,19 @@ def model(tmp_path: Path) -> GPT2LMHeadModel:
 
 @pytest.fixture
 def run(model: GPT2LMHeadModel, tmp_path: Path) -> Path:
-    """The run directory of the imported model."""
     return import_model(tmp_path / "model", tmp_path / "run", verify=False)
 
 
 def state(folder: Path) -> dict[str, Tensor]:
-    """Weights as `transformers` reads them."""
     weights: dict[str, Tensor] = GPT2LMHeadModel.from_pretrained(folder, use_safetensors=True).state_dict()
     return weights
 
 
-def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def test_import_and_export_give_back_every_bit(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=2e-5)
+    found, want = state(out), model.state_dict()
     assert found.keys() == want.keys()
     assert all(torch.equal(found[name], want[name]) for name in want)
-
-
-def test_import_and_export_give_back_every_bit(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
-    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9)
-    assert_equal(state(out), model.state_dict())
 
 
 def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
@@ -92,19 +84,16 @@ def test_model_without_a_tokenizer_is_exported(
     assert sorted(path.name for path in out.iterdir()) == files
 
 
-class TestRefusals:
-    """One line, and nothing left behind."""
-
-    def test_a_model_of_mup_is_neither_exported_nor_converted(
-        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = open_source(str(run)).config
-        config = replace(config, model=replace(config.model, mup_base_width=8))
-        monkeypatch.setattr(sources, "trained_config", lambda *_: config)
-        exported = preflight_export_hf(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
-        to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
-        for (problem,) in (exported, conversion.preflight(to)):
-            assert "model.mup_base_width=8 divides what the output layer reads" in problem
+def test_a_model_of_mup_is_neither_exported_nor_converted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = open_source(str(run)).config
+    config = replace(config, model=replace(config.model, mup_base_width=8))
+    monkeypatch.setattr(sources, "trained_config", lambda *_: config)
+    exported = preflight_export_hf(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+    to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
+    for (problem,) in (exported, conversion.preflight(to)):
+        assert "model.mup_base_width=8 divides what the output layer reads" in problem
 
 
 class TestHeads:

@@ -37,7 +37,6 @@ from tests.convert.hf_models import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound model with a tokenizer."""
     make_model(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     return tmp_path / "model"
@@ -191,29 +190,18 @@ class TestHub:
     def test_snapshot_is_imported_under_its_commit(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        snapshot, asked = hub_cache(folder), []
+        """Which is asked for JSON, text and safetensors only."""
+        snapshot, patterns = hub_cache(folder), []
 
-        def download(repo: str, **settings: Any) -> str:
-            asked.append((repo, settings))
+        def download(repo: str, allow_patterns: list[str], **settings: Any) -> str:
+            assert (repo, settings["revision"]) == (self.ID, "v1")
+            patterns.extend(allow_patterns)
             return str(snapshot)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         run = import_model(self.ID, tmp_path / "run", revision="v1", verify=False)
         source = read_manifest(run / "checkpoints/step-00000000").state["source"]
         assert (source["name"], source["revision"]) == (self.ID, snapshot.name)
-        assert all(repo == self.ID and settings["revision"] == "v1" for repo, settings in asked)
-
-    def test_only_json_text_and_safetensors_are_asked_for(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        patterns: list[str] = []
-
-        def download(repo: str, allow_patterns: list[str], **_: Any) -> str:
-            patterns.extend(allow_patterns)
-            return str(folder)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        import_model(self.ID, tmp_path / "run", verify=False)
         offered = ["pytorch_model.bin", "modeling_gpt2.py", "model.h5", "model-00001-of-00002.safetensors"]
         assert [name for name in offered if any(fnmatch(name, p) for p in patterns)] == offered[-1:]
 

@@ -25,7 +25,6 @@ from tests.slow import slow_but
 
 
 def folder_of(name: str, folder: Path) -> Any:
-    """Save a model in small files; return it."""
     model = their_model(name)
     model.save_pretrained(folder, max_shard_size=20_000)
     return model
@@ -241,7 +240,6 @@ def test_a_model_that_no_class_computes_is_not_exported(case: str) -> None:
     config = our_config(their_model(case.partition(" ")[0]))
     assert MAPPING.problem(config) is None
     problem = MAPPING.problem(replace(config, options=config.options | options))
-    assert problem is not None
     assert named in problem
 
 
@@ -250,7 +248,6 @@ def test_settings_of_training_alone_do_not_keep_a_model_from_export() -> None:
     balanced = replace(config, options=config.options | {"balance": "bias", "z_loss": 0.1})
     assert MAPPING.problem(balanced) is None
     problem = MAPPING.problem(replace(config, head="classification", num_labels=2))
-    assert problem is not None
     assert "its head=classification has a bias, which theirs lack" in problem
 
 

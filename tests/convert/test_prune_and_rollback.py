@@ -26,12 +26,6 @@ def steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run / CHECKPOINTS).glob("step-*"))
 
 
-@pytest.mark.parametrize(("settings", "kept"), [([], [5, 6]), (["keep_last=1", "keep_every=2"], [2, 4, 6])])
-def test_newest_and_multiples_are_kept(run: Path, settings: list[str], kept: list[int]) -> None:
-    assert mlm("ckpt", "prune", run, *settings) == 0
-    assert steps(run) == kept
-
-
 def test_dry_run_deletes_nothing_and_says_how_much_it_would(run: Path, capsys: Output) -> None:
     (run / CHECKPOINTS / ".saving-step-00000009-a").mkdir()
     before = sorted(run.rglob("*"))

@@ -29,6 +29,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.checkpoint.native.kill_saves import kill_at_operation
+from tests.checkpoints_on_disk import flip
 from tests.ranks import run_on_ranks
 from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
@@ -106,12 +107,6 @@ class TestState:
         origin = {"origin": before.save_id, "layout": {"tp": 4, "pp": 5, "vp": 1}}
         assert after.state == {**before.state, "reshard": origin}
         assert (tmp_path / "b/tokenizer.json").read_text() == '{"of": "the run"}'
-
-    def test_without_the_optimizer_is_of_weights_alone(self, tmp_path: Path, source: Path) -> None:
-        manifest = read_manifest(to(source, tmp_path, 2, weights_only=True))
-        assert all(name.startswith("model.") for name in manifest.tensors)
-        assert manifest.state["weights_only"] is True
-        assert "scaler" not in manifest.state
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -204,10 +199,7 @@ class TestRefusals:
     @pytest.mark.parametrize("place", [9, -5], ids=["header", "tensor"])
     def test_flipped_byte_in_the_source(self, tmp_path: Path, place: int) -> None:
         trained(shape_context(), tmp_path / "run", spec())
-        file = tmp_path / "run" / "checkpoints" / STEP / "rank-00000.safetensors"
-        damaged = bytearray(file.read_bytes())
-        damaged[place] ^= 1
-        file.write_bytes(damaged)
+        flip(tmp_path / "run" / "checkpoints" / STEP / "rank-00000.safetensors", place)
         with pytest.raises(CorruptFileError, match="damaged"):
             to(tmp_path / "run", tmp_path / "out", 2)
         assert not [path for path in (tmp_path / "out").rglob("*") if "step-" in path.name]

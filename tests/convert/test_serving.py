@@ -23,7 +23,6 @@ from tests.pages import blocks
 PAGE = Path(__file__).parents[2] / "scripts/docs/pages/guides/serving.md"
 EXPORTS, SERVERS, CLIENT = [block.code for block in blocks(PAGE.read_text(), PAGE.name)]
 NEEDED = {"transformers": ("openai", "fastapi", "uvicorn"), "vllm": ("openai",), "llama-server": ("openai",)}
-STARTS_IN_S = 500
 ANSWERS = {
     "Who wrote Hamlet?": "William Shakespeare wrote it, in 1600.",
     "Who wrote Faust?": "Johann Wolfgang von Goethe did.",
@@ -58,7 +57,7 @@ def serving(command: list[str], folder: Path, port: int) -> Iterator[None]:
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
     try:
-        for _ in range(STARTS_IN_S):
+        for _ in range(500):  # seconds
             assert server.poll() is None, (folder / "server.log").read_text()
             with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
                 break

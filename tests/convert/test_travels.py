@@ -176,7 +176,6 @@ def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
     )
     assert (read_receipt(out) or {})["bos_id"] == tokenizer.bos_id
     beside = tokenizer_beside(out)
-    assert beside is not None
     assert (beside.bos_id, beside.eod_id) == (tokenizer.bos_id, tokenizer.eod_id)
     assert IndexedDataset(out / "train")[0].tolist()[0] == tokenizer.bos_id
 

@@ -18,7 +18,6 @@ PADDED = 64
 
 
 def random_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
-    """transformers' model, every weight and norm of it random."""
     torch.manual_seed(seed)
     values = {
         "vocab_size": VOCAB,

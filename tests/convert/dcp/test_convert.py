@@ -20,6 +20,7 @@ from mlm.cli.convert import run as convert
 from mlm.convert import conversion
 from mlm.convert.config import ConvertConfig
 from mlm.util.errors import UserError
+from tests.checkpoints_on_disk import flip
 from tests.convert.dcp.llamas import (
     VOCAB,
     core_state,
@@ -73,7 +74,6 @@ def test_circle_of_formats_gives_the_same_bytes(llama: Path, tmp_path: Path) -> 
 
 
 def load_dcp(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of these names and shapes, by PyTorch's loader."""
     found = {name: torch.full_like(value, 9.0) for name, value in state.items()}
     dcp.load(found, checkpoint_id=folder, no_dist=True)
     return found
@@ -229,17 +229,9 @@ def test_bfloat16_is_the_rounded_source(llama: Path, tmp_path: Path) -> None:
     assert_equal(back, {name: value.bfloat16() for name, value in weights(llama).items()})
 
 
-def flip(folder: Path) -> None:
-    """Flip a bit of a weight."""
-    file = next(folder.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-
-
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "a field": (lambda folder: edit_config(folder, rms_norm_eps=0.5), "model.layer_norm_eps"),
-    "a weight": (flip, r"\S+\.weight"),
+    "a weight": (lambda folder: flip(next(folder.glob("*.safetensors")), -9), r"\S+\.weight"),
 }
 
 
@@ -271,20 +263,6 @@ def test_bert_and_gpt2_around_megatron_give_the_same_bytes(tmp_path: Path, kind:
     assert_equal(back, {name: first[name] for name in back})
 
 
-def test_a_classifier_does_not_go_to_megatron(tmp_path: Path) -> None:
-    make_model(tmp_path / "hf", kind="GPT2ForSequenceClassification", num_labels=3)
-    run = converted(tmp_path / "hf", tmp_path / "run", "native")
-    config = ConvertConfig(source=str(run), out=str(tmp_path / "x"), to="torch_dist")
-    assert conversion.preflight(config) == [
-        "model.head=classification: Megatron has the heads of pretraining alone"
-    ]
-
-
-@pytest.fixture
-def mixtral(tmp_path: Path) -> Path:
-    return write_llama(tmp_path / "mixtral", kind="Mixtral")
-
-
 @pytest.mark.parametrize(
     ("to", "message"),
     [
@@ -292,6 +270,7 @@ def mixtral(tmp_path: Path) -> Path:
         ("torchtitan", "it has experts, which are converted to hf alone"),
     ],
 )
-def test_a_mixture_is_converted_to_hf_alone(mixtral: Path, tmp_path: Path, to: str, message: str) -> None:
+def test_a_mixture_is_converted_to_hf_alone(tmp_path: Path, to: str, message: str) -> None:
+    mixtral = write_llama(tmp_path / "mixtral", kind="Mixtral")
     with pytest.raises(UserError, match=message):
         convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "out"), to=to))  # type: ignore[arg-type]

@@ -28,14 +28,12 @@ RAN = "ran"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as torch.distributed.checkpoint writes it."""
     monkeypatch.chdir(tmp_path)
     dcp.save(TENSORS, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     return tmp_path / "ckpt"
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor, by way of every check."""
     tensors = read_metadata(folder, lambda name: True)
     reader = DCPReader(folder, tensors)
     found = {name: reader.read(name, Region.whole(tensor.shape)) for name, tensor in tensors.items()}
@@ -50,8 +48,6 @@ def test_folder_of_torch_is_read_bit_equal(folder: Path) -> None:
 
 
 class Call:
-    """Pickles as a call."""
-
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
 
@@ -263,8 +259,6 @@ def test_metadata_beyond_the_limit_is_not_read(folder: Path) -> None:
 
 
 class FailingDisk(io.BytesIO):
-    """A file whose bytes the disk does not return."""
-
     def __init__(self, path: Path, reads: int) -> None:
         super().__init__(path.read_bytes())
         self.name, self.reads = str(path), reads

@@ -24,23 +24,16 @@ from tests.convert.hf_berts import make_bert
 from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, make_model
 
 Tensors = dict[str, Tensor]
-BERTS = [
-    replace(hf_berts.MODEL, norm=norm, head=head, num_labels=3 if head == "classification" else 0)
-    for norm in ("pre", "post")
-    for head in ("language_model", "none", "classification", "span")
-]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound GPT-2."""
     make_model(tmp_path / "gpt2")
     return tmp_path / "gpt2"
 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """A sound BERT with both pretraining heads."""
     make_bert(tmp_path / "bert", "bert", "ForPreTraining")
     return tmp_path / "bert"
 
@@ -56,8 +49,8 @@ def read(folder: Path) -> HFTensors:
     "model",
     [
         *(replace(MODEL, activation=activation) for activation in ("gelu", "gelu_tanh", "relu2")),  # type: ignore[arg-type]
-        *(replace(BERTS[1], activation=activation) for activation in ("gelu", "gelu_tanh")),  # type: ignore[arg-type]
-        replace(BERTS[1], norm="post"),
+        *(replace(hf_berts.MODEL, norm="pre", activation=activation) for activation in ("gelu", "gelu_tanh")),  # type: ignore[arg-type]
+        hf_berts.MODEL,
     ],
     ids=lambda model: f"{model.kind}-{model.norm}-{model.activation}",
 )

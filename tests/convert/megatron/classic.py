@@ -48,8 +48,6 @@ LAYER_NAMES = {"transformer": OF_2019, "encoder": OLD, "norm": OF_2023}
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout and form in which a checkpoint was written."""
-
     tp: int = 1
     pp: int = 1
     vp: int = 1
@@ -98,7 +96,6 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def part_of(state: Mapping[str, Tensor], layout: Layout, t: int, stage: int) -> dict[str, Any]:
-    """The tensors of one stage on tensor rank t."""
     stages = layout.pp * layout.vp
     first, last = stage == 0, stage == stages - 1
     flat = dict[str, Tensor]()
