@@ -11,8 +11,6 @@ from mlm.corpus.read.shards import split_inputs, with_encoding
 
 @dataclass
 class Outcome:
-    """Result of reading."""
-
     documents: list[Document] = field(default_factory=list)
     rejected: list[BadRecordError] = field(default_factory=list)
 
@@ -34,13 +32,11 @@ def read(
     max_bytes: int = 1 << 20,
     encoding: str = "utf-8",
 ) -> Outcome:
-    """Read all that an input names."""
     shards = split_inputs([with_encoding(item, encoding) for item in search(str(path)).inputs], shard_bytes)
     return read_shards(shards, text_key=text_key, max_bytes=max_bytes)
 
 
 def read_shards(shards: list[InputShard], *, text_key: str, max_bytes: int) -> Outcome:
-    """Read shards one after the other."""
     outcome = Outcome()
     for shard in shards:
         outcome.documents += read_shard(

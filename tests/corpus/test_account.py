@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mlm.cli import main
 from mlm.cli.data.run import run_verify
 from mlm.cli.data.settings import DataVerifyConfig
 from mlm.corpus.build import run_build
@@ -23,7 +22,6 @@ from tests.corpus.texts import (
     documents,
     plain,
     quiet,
-    small_tokenizer,
     thorough,
     with_changes,
     words,
@@ -141,10 +139,3 @@ def test_evaluation_text_in_disguise_is_cut_out(tmp_path: Path, hide: Any) -> No
     against = DecontaminateConfig(against=(str(tmp_path / "evaluation.txt"),), margin=0, min_piece=1)
     build(plain(source, decontaminate=against))
     assert documents(tmp_path / "out/train") == [before + END, after + END]
-
-
-def test_parts_that_there_are_not_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_jsonl(tmp_path / "t.jsonl", ["a b c"])
-    words = [f"input={source}", f"tokenizer={small_tokenizer(tmp_path)}", f"out={tmp_path / 'out'}"]
-    assert main(["data", "build", *words, "decontaminate.parts=[train,dev]"]) == 2
-    assert "decontaminate.parts=[train,dev]: must be parts" in capsys.readouterr().err

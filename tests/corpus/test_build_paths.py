@@ -29,7 +29,6 @@ def test_two_builds_into_one_out_are_kept_apart(source: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", hold, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=r"^out=.* is in use by another `mlm data build`"):
         build(plain(source))

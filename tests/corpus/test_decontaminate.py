@@ -33,12 +33,10 @@ def against(*texts: str, **options: object) -> NGramIndex:
 
 
 def words(text: str) -> list[bytes]:
-    """The words of a text as they are compared."""
     return plain_words(text).split()
 
 
 def count_from(first: int, count: int) -> str:
-    """Words that all differ."""
     return " ".join(f"w{i}" for i in range(first, first + count))
 
 

@@ -134,21 +134,6 @@ def test_markup_far_on_in_a_line_keeps_its_entities() -> None:
     assert fix_text(line) == line
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("“quotes” and ‘quotes’ – not dashes…", "\"quotes\" and 'quotes' – not dashes…"),
-        ("schÃ¶n", "schön"),
-        ("a &amp; b", "a & b"),
-        ("<p>a &amp; b", "<p>a &amp; b"),
-        ("\tif x:\n\t\treturn  1\n", "\tif x:\n\t\treturn  1\n"),
-        ("这是，测试！", "这是，测试！"),
-    ],
-)
-def test_text_is_fixed_and_code_is_unchanged(text: str, expected: str) -> None:
-    assert fix_text(text) == expected
-
-
 @pytest.mark.parametrize("unit", ["a" * PART, "ab cd", "\u0301", "word " * 999])
 def test_long_line_is_fixed_in_pieces_that_make_it_up(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, pieces = "é" + unit * (3 * PART // len(unit) + 1), list[str]()

@@ -57,10 +57,3 @@ def test_an_object_that_changed_rejects_the_build(store: Store, source: Path) ->
     store.upload(source, url)
     with pytest.raises(UserError, match="changed while the build read it"):
         check_unchanged(first)
-
-
-def test_a_folder_without_text_is_named(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "a.rst").write_text("none")
-    url = store.upload(tmp_path, f"{BUCKET}/without")
-    with pytest.raises(UserError, match=r"holds no .* only 1 others such as a\.rst"):
-        search(url)

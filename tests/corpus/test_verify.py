@@ -22,7 +22,6 @@ EOD = 9
 
 
 def verified(path: Path, **keys: Any) -> list[dict[str, str]]:
-    """All checks, of a corpus that may be damaged."""
     out = path.parent / "verdict.json"
     try:
         run_verify(DataVerifyConfig(path=str(path), out=str(out), **keys))
@@ -73,7 +72,6 @@ def test_foreign_corpus_without_receipt_passes_with_notes(tmp_path: Path) -> Non
 
 
 def contents(prefix: Path) -> list[list[int]]:
-    """Every document of a corpus."""
     corpus = IndexedDataset(prefix)
     return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 

@@ -36,7 +36,6 @@ def with_changes(text: Sequence[str], every: int) -> list[str]:
 
 
 def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path:
-    """A .jsonl of documents, with further keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"text": text} | {key: values[i] for key, values in more.items()} for i, text in enumerate(texts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -44,7 +43,6 @@ def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path
 
 
 def quiet() -> Screen:
-    """A console nobody reads."""
     return Screen(file=io.StringIO(), width=200, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -112,5 +110,4 @@ def documents(prefix: Path) -> list[str]:
 
 
 def output(out: Path) -> dict[str, bytes]:
-    """Every file of a corpus folder."""
     return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.is_file()}

@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,9 +116,3 @@ def test_page_that_is_no_utf8_or_too_long_is_rejected(tmp_path: Path) -> None:
     page = write(tmp_path / "a.html", PAGE.encode("latin-1"))
     assert read(page).problems == [("a.html:4", "not_utf8")]
     assert read(page, max_bytes=100, encoding="latin-1").problems == [("a.html:1", "too_long")]
-
-
-def test_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
-    with pytest.raises(UserError, match=r"a\.html needs the package resiliparse: pip install 'mlm\[data\]'"):
-        read(write(tmp_path / "a.html", PAGE.encode()))

@@ -116,7 +116,6 @@ def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder with two documents and a bad one."""
     folder = write_jsonl(tmp_path / "text/a.jsonl", ["one", "two"]).parent
     (folder / "bad.jsonl").write_text("no JSON\n")
     return folder

@@ -54,7 +54,6 @@ def test_files_opened_grow_with_the_number_of_tasks(
         calls.clear()
         source = many_files(tmp_path / f"text{count}", count)
         receipt = run_build(thorough(source, split="1,0,0", out=str(tmp_path / f"out{count}")), quiet())
-        assert receipt is not None
         assert receipt["removed"]["near_duplicate"]["documents"] == 2
         found.append(dict(calls))
     for name in ("markers", "arrays"):

@@ -18,8 +18,6 @@ from tests.slow import slow_but
 
 
 class FolderAsPlan:
-    """A folder in place of a plan."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -28,7 +26,6 @@ class FolderAsPlan:
 
 
 def long(path: Any, stage: str, task: int) -> None:
-    """A task that records its process and takes long."""
     (path / str(os.getpid())).touch()
     time.sleep(600)
 
