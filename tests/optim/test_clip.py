@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from mlm.optim.adamw import apply, build_optimizer, ensure_state
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import load_full, parameter_shards
 from tests.ranks import run_on_ranks
@@ -82,24 +82,6 @@ def test_the_fused_step_scales_as_a_pass_over_the_gradients_does() -> None:
         plain.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     assert not torch.equal(ours.weight, weights)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_one_non_finite_gradient_makes_the_norm_non_finite(bad: float) -> None:
-    model = torch.nn.Linear(2, 1).double()
-    model.weight.grad = torch.tensor([[1.0, bad]], dtype=torch.float64)
-    assert not gradient_norm(list(parameter_shards(model, Axis("tp"))), shape_context()).isfinite()
-
-
-def test_the_norm_leaves_tied_copies_out() -> None:
-    """The last pipeline stage's copy of the token table has its original's gradient."""
-    original, copy = (
-        VocabParallelEmbedding(3, 3, 2, tp=Axis("tp"), is_tied_copy=copied) for copied in (False, True)
-    )
-    for table in (original, copy):
-        table.weight.grad = torch.ones_like(table.weight)
-    shards = [s for table in (original, copy) for s in parameter_shards(table, Axis("tp"))]
-    assert float(gradient_norm(shards, shape_context())) == pytest.approx(math.sqrt(6))
 
 
 def test_the_norm_of_gradients_of_all_sizes_is_that_of_float64() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.convert.huggingface.families import layer_names
-from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.config import LoraConfig
 from mlm.models.lora import add_adapters
 from mlm.optim import muon
 from mlm.optim.adamw import apply, build_optimizer, moment
@@ -24,6 +24,7 @@ from mlm.plan.dry_run_rank import dry_run
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer, build_model
+from tests.models.tiny import tiny
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 from tests.training.test_layout_state import sizes, two_steps_more
@@ -41,11 +42,7 @@ def spec_of(
     model = replace(spec.model, num_layers=2)
     if family != "gpt2":
         options = LLAMA if family == "llama" else LLAMA | EXPERTS
-        model = ModelConfig(
-            **{name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_heads")},
-            **{"kind": "llama", "ffn_hidden_size": 24, "activation": "silu", "options": options},
-            **{"max_positions": SEQ, "vocab_size": VOCAB, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-        )
+        model = tiny("llama", ffn_hidden_size=24, max_positions=SEQ, vocab_size=VOCAB, options=options)
     optimizer = replace(spec.optimizer, kind="muon", weight_decay=0.1, muon=MuonConfig(**muon))
     optimizer = replace(optimizer, cautious_decay=cautious)
     return replace(spec, model=model, optimizer=optimizer, parallel=parallel or ParallelConfig())
@@ -90,7 +87,6 @@ def trained(family: str, parallel: ParallelConfig | None = None, *, batch: int) 
 
 @cache
 def alone(family: str, batch: int) -> dict[str, tuple[Any, Tensor]]:
-    """The weights of one process."""
     return weights_after(shape_context(), trained(family, batch=batch))
 
 
@@ -225,7 +221,6 @@ def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None
 
 
 def owned(ctx: ParallelContext, spec: PretrainConfig) -> int:
-    """Matrices that this rank orthogonalises."""
     optimizer: Any = Trainer(spec, ctx).optimizer
     return sum(len(bucket.over_tp.owned) for bucket in optimizer.buckets)
 

@@ -101,7 +101,6 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def losses(ctx: ParallelContext, zero: int) -> dict[str, list[float]]:
-    """Losses of three steps by each optimizer of torch that works."""
     with trusting(["torch.optim:SGD"]):
         return {name: steps_of(trainer_of(name, ctx, zero), 3) for name in TORCH_ELEMENTWISE}
 
@@ -151,7 +150,6 @@ def test_optimizer_that_declares_nothing_is_rejected_where_a_rank_holds_a_part(
     kind: str, layout: dict[str, int]
 ) -> None:
     problem = layout_problem(OptimizerConfig(kind=f"mine:{kind}"), ParallelConfig(**layout))
-    assert problem is not None
     assert problem.keys == ("optimizer.kind", *(key for key in ("tp", "pp", "zero") if key in layout))
     whole = {"tp": 1, "pp": 1, "zero": 0}
     assert problem.fix.startswith(
@@ -165,7 +163,6 @@ def test_optimizer_of_whole_parameters_may_have_stages(kind: str) -> None:
     optimizer = OptimizerConfig(kind=f"mine:{kind}")
     assert layout_problem(optimizer, ParallelConfig(pp=2, cp=2, dp=2)) is None
     problem = layout_problem(optimizer, ParallelConfig(pp=2, tp=2))
-    assert problem is not None
     assert (problem.keys, problem.fix) == (("optimizer.kind", "tp"), "use tp=1")
 
 
@@ -235,7 +232,6 @@ def test_flags_that_a_step_of_torch_sets_are_no_counts(name: str, option: str) -
 
 def test_betas_and_eps_reach_classes_that_take_them() -> None:
     build = user_optimizer(OptimizerConfig(kind=ADAM, betas=(0.5, 0.6), eps=1e-3))
-    assert build is not None
     (group,) = build([{"params": [torch.nn.Parameter(torch.zeros(2))]}]).param_groups
     assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3)
 
@@ -259,7 +255,6 @@ class Counting(torch.optim.Optimizer):
 
 
 def counting(count: Callable[[], Any] = int) -> tuple[Counting, list[ParameterShard], Tensor]:
-    """An optimizer, its shards and the weight."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)
     return Counting(model.parameters(), count), list(parameter_shards(model, Axis("tp"))), model.weight
