@@ -1,5 +1,6 @@
 """Small models and runs that tests of plans share."""
 
+from dataclasses import replace
 from typing import Any
 
 from mlm.data.config import DataConfig
@@ -8,27 +9,12 @@ from mlm.optim.config import PrecisionConfig
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.memory import MemoryModel
 from mlm.runs.config import PretrainConfig, TrainConfig
+from tests.models.tiny import tiny
 
-GPT2 = ModelConfig(
-    num_layers=7,
-    hidden_size=48,
-    num_heads=4,
-    max_positions=32,
-    vocab_size=1000,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
-LLAMA = ModelConfig(
-    kind="llama",
-    num_layers=4,
-    hidden_size=48,
-    num_heads=4,
+GPT2 = tiny(num_layers=7, hidden_size=48, max_positions=32, vocab_size=1000)
+LLAMA = replace(
+    tiny("llama", num_layers=4, hidden_size=48, max_positions=32, vocab_size=1000),
     ffn_hidden_size=40,
-    max_positions=32,
-    vocab_size=1000,
-    activation="silu",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
     options={"num_kv_heads": 1},
 )
 
@@ -36,7 +22,6 @@ LLAMA = ModelConfig(
 def planned_run(
     model: ModelConfig, seq: int | None = None, *, batch: int = 512, dtype: str = "bf16", **more: Any
 ) -> PretrainConfig:
-    """A run on random tokens."""
     return PretrainConfig(
         name="planned",
         out="",
@@ -49,5 +34,4 @@ def planned_run(
 
 
 def memory_of(model: ModelConfig, device: str = "gpu", reserved: float = 0.0) -> MemoryModel:
-    """The memory of a model in bf16."""
     return MemoryModel(counts_of(planned_run(model), device), reserved)

@@ -26,20 +26,16 @@ TINY = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train
 
 
 def config_of(*words: str) -> PretrainConfig:
-    """The settings of `mlm pretrain`."""
     config = load_config("pretrain", [*words, "data=synthetic", "precision=bf16"])
-    assert isinstance(config, PretrainConfig)
     return config
 
 
 def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
-    """The forecast of the 8.3 billion model on A100s."""
     return forecast(config_of("model=gpt2_8b", *words), ranks, replace(A100, memory_gib=gibs))
 
 
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
-    assert found.row is not None
     (line,) = summary(found)
     low, high = COMPARED
     took = spread(low * found.row["step_s"], high * found.row["step_s"], format_seconds)
@@ -90,7 +86,6 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
 
 def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
-    assert isinstance(config, PretrainConfig)
     assert len(of_run(config, 1)) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
     assert of_run(own, 1) == []
@@ -110,7 +105,6 @@ def test_small_runs_on_cpus_need_less_than_their_bound(
     words: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config("pretrain", [*TINY, *words.split()])
-    assert isinstance(config, PretrainConfig)
     monkeypatch.setattr(module, "host_memory", lambda: 64 * GIB)
     assert ranks * forecast(config, ranks).memory < most_of_small(config, ranks) < 16 * GIB
     monkeypatch.setattr(module, "host_memory", lambda: 1 * GIB)

@@ -30,13 +30,12 @@ from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel, in_flight
 from mlm.training.kernels import keep_activations
 from mlm.training.pipelined import PipelinedModel
+from tests.models.tiny import tiny
 from tests.plan.planned import GPT2, LLAMA, memory_of, planned_run
 from tests.ranks import run_on_ranks
 from tests.slow import slow, slow_but
 
-BERT = ModelConfig(
-    kind="bert", num_layers=4, hidden_size=48, num_heads=4, max_positions=32, vocab_size=1000, token_types=2
-)
+BERT = tiny("bert", num_layers=4, hidden_size=48, max_positions=32, vocab_size=1000)
 POST = replace(BERT, norm="post")
 QWEN = replace(
     LLAMA, options={"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "tied": True}
@@ -160,7 +159,6 @@ DRY_RUNS = (
 @cache
 def planned(words: str) -> tuple[PlanDryRunConfig, MemoryModel, PlannedLayout]:
     config = load_config("plan_dry_run", ["precision=bf16", *words.split(), *COMMON])
-    assert isinstance(config, PlanDryRunConfig)
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     return config, MemoryModel(counts_of(config, "gpu")), layout
 

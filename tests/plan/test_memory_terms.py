@@ -1,7 +1,6 @@
 """Terms of a device's memory that no module is asked for, each against its rule."""
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -27,27 +26,6 @@ def test_weights_are_gathered_whole_or_two_layers_at_a_time() -> None:
     state = MEMORY.state(two, 0)
     assert begins(two)["cast weights"] == 2 * state.gathered
     assert begins(three)["cast weights"] == 2 * (state.ends + 2 * state.layer)
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (PlannedLayout(dp=2, zero=2, global_batch=8), "full_gradients"),
-        (PlannedLayout(dp=2, zero=2, global_batch=2), "none"),
-        (PlannedLayout(dp=2, zero=2, zero_reduce="every", global_batch=8), "gradients"),
-        (PlannedLayout(dp=2, zero=2, zero_reduce="every", global_batch=2), "none"),
-        (PlannedLayout(dp=2, global_batch=2), "full_gradients"),  # flat buffers
-        (PlannedLayout(global_batch=4), "full_gradients"),
-        (PlannedLayout(cp=2, global_batch=1), "full_gradients"),
-    ],
-    ids=str,
-)
-def test_gradients_before_the_first_backward_pass_are_those_of_earlier_ones(
-    layout: PlannedLayout, expected: Literal["full_gradients", "gradients", "none"]
-) -> None:
-    state = MEMORY.state(layout, 0)
-    size = 0 if expected == "none" else getattr(state, expected)
-    assert MEMORY._gradients_before(layout, state) == size
 
 
 @pytest.mark.parametrize(("batch", "sends"), [(4, 4), (32, 8)])

@@ -20,7 +20,6 @@ from mlm.util.errors import UserError
 
 
 def ran(**settings: Any) -> tuple[Plan, str]:
-    """The plan and what was printed."""
     with redirect_stdout(io.StringIO()) as printed:
         plan = run(PlanScheduleConfig(**settings))
     return plan, printed.getvalue()
@@ -59,7 +58,6 @@ def drawn(plan: Plan, width: int = 100, **options: object) -> str:
 
 
 def lines(text: str, rank: int) -> list[str]:
-    """A rank's lines, one for each window."""
     return [line for line in text.splitlines() if line.startswith(f"rank {rank}")]
 
 
@@ -72,10 +70,6 @@ rank 2  ....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........
 rank 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............
 """
     assert expected.strip() in drawn(plan())
-
-
-def test_more_chunks_are_numbered() -> None:
-    assert "F1.0F2.0F0.1F1.1F2.1F0.2" in drawn(plan(p=3, v=3, m=3))
 
 
 def test_weight_gradients_have_their_letter_and_legend() -> None:
