@@ -5,15 +5,6 @@ from pathlib import Path
 
 import bench_train
 import pytest
-from bench.layouts import parse_layout
-
-from mlm.util.errors import UserError
-
-
-@pytest.mark.parametrize("words", ["tp", "tq=2", "tp=two"])
-def test_a_word_that_means_nothing_is_rejected(words: str) -> None:
-    with pytest.raises(UserError):
-        parse_layout(words)
 
 
 @pytest.mark.slow

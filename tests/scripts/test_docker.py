@@ -15,18 +15,14 @@ COPIED = {
 }
 
 
-def test_copies_what_a_wheel_is_built_of() -> None:
+def test_copies_what_a_wheel_is_built_of_and_installs_extras_that_there_are() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert all((ROOT / path).exists() for path in COPIED)
     needed = {"pyproject.toml", project["project"]["readme"], *wheel["packages"], *wheel["force-include"]}
     assert {*needed, *project["project"]["license-files"]} <= COPIED
-
-
-def test_installs_extras_that_there_are() -> None:
     (extras,) = re.findall(r'"/source\[(.*)\]"', FILE.read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
 
 
 @pytest.mark.slow

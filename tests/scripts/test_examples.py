@@ -25,6 +25,7 @@ from mlm.training.trainer import Trainer
 from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.pages import blocks
 from tests.ranks import run_on_ranks
+from tests.training.records import records
 from tests.training.test_gradient_sums import SPEC, batches
 
 ROOT = Path(__file__).parents[2]
@@ -92,10 +93,7 @@ def test_own_optimizer_and_decay_train_alike_at_tp_1_and_tp_2(
     for tp in ("tp=1", "tp=2"):
         words = [*own[:-1], tp, *short, "train.validate_every=0", "dist.device=cpu", f"out={tmp_path / tp}"]
         assert main(["pretrain", *words]) == 0
-    one, two = ((tmp_path / tp / "metrics.jsonl").read_text().splitlines() for tp in ("tp=1", "tp=2"))
-    steps = [
-        [record for record in map(json.loads, lines) if record["kind"] == "step"] for lines in (one, two)
-    ]
+    steps = [records(tmp_path / tp, "step") for tp in ("tp=1", "tp=2")]
     assert [step["lr"] for step in steps[0]] == pytest.approx([5e-5, 5e-5, *2 * [0.25 / 0.3 * 5e-5]])
     # sums over tp are of two parts in another order, and Lion's step is a sign
     assert [s["loss"] for s in steps[1]] == pytest.approx([s["loss"] for s in steps[0]], rel=1e-4)

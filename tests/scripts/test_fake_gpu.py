@@ -84,7 +84,6 @@ def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     if name == "SIGINT":  # a terminal sends it to all
         os.killpg(process.pid, signal.SIGINT)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gpu_check
@@ -108,16 +109,6 @@ def test_every_step_names_a_function_that_exists() -> None:
         assert callable(getattr(import_module(module), name)), one.name
 
 
-def test_foreign_file_in_the_place_of_the_results_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", True, "3.12", []))
-    (tmp_path / "gpu_check.json").write_text("mine")
-    assert gpu_check.main(["--out", str(tmp_path)]) == 2
-    assert "is no result of this check" in capsys.readouterr().err
-    assert (tmp_path / "gpu_check.json").read_text() == "mine"
-
-
 def test_fake_gpus_write_nothing_beside_a_gpu_s_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,18 +168,13 @@ def test_waits_for_the_device_are_named_by_the_line_of_mlm(monkeypatch: pytest.M
 
     with noted_waits(True) as places:
         for _ in range(2):
-            collectives.Pending("op", Axis("tp"), torch.ones(1), cast(Any, Waiting(waits))).wait()
+            collectives.Pending(
+                "op", Axis("tp"), torch.ones(1), cast(Any, SimpleNamespace(wait=waits))
+            ).wait()
         warnings.warn("another warning", stacklevel=1)
     ((place, count),) = places.items()
     assert place.startswith("mlm/parallel/collectives.py:")
     assert (count, modes) == (2, ["warn", "default"])
-
-
-class Waiting:
-    """A communication whose wait calls a function."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.wait = function
 
 
 def test_stacks_are_settings_of_runs_and_fit_one_gpu() -> None:

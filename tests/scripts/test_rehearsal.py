@@ -35,7 +35,6 @@ def test_a_process_pauses_in_the_second_call_until_it_is_released(tmp_path: Path
     (tmp_path / "marks").mkdir()
     command = [sys.executable, "-c", "import work; work.do(); work.do()"]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         while not (marks := list((tmp_path / "marks").iterdir())):
             assert process.poll() is None
@@ -50,7 +49,6 @@ def test_the_settings_of_its_runs_are_accepted(tmp_path: Path, capsys: pytest.Ca
 
 
 def history(folder: Path, losses: list[tuple[int, float]]) -> Path:
-    """A run with these steps."""
     lines = [{"kind": "run", "start_step": 0, "layout": {"dp": 1}}]
     lines += [{"kind": "step", "step": step, "loss": loss} for step, loss in losses]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

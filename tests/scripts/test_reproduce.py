@@ -19,7 +19,6 @@ from mlm.util.errors import CheckFailedError
 from tests.slow import thinned
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "scripts/results/reproduce"
 
 
 def settings(folder: Path, *words: str) -> Namespace:
@@ -111,7 +110,8 @@ def test_a_report_compares_runs_with_the_first_and_the_paper(tmp_path: Path) -> 
 
 
 def test_kept_reports_are_those_of_the_experiments() -> None:
-    assert {path.parent.name for path in KEPT.glob("*/result.json")} <= set(EXPERIMENTS)
+    kept = ROOT.glob("scripts/results/reproduce/*/result.json")
+    assert {path.parent.name for path in kept} <= set(EXPERIMENTS)
 
 
 @pytest.mark.slow
