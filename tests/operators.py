@@ -6,8 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -72,7 +72,6 @@ class Store:
         self.gets, self.fail, self.put, self.latency_s = 0, lambda number: None, lambda path: None, 0.0
 
     def upload(self, folder: Path, url: str) -> str:
-        """Upload the files of a folder."""
         store = open_store(url)
         for path in sorted(folder.rglob("*")):
             if path.is_file():

@@ -164,41 +164,27 @@ class TestLogits:
         # float32 sums in another order
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
+    @pytest.mark.parametrize("precision", ["bf16", "torch.bfloat16", torch.bfloat16])
     def test_half_precision_keeps_half_the_weights_and_gives_float32(
-        self, folder: Path, model: mlm.Model
+        self, folder: Path, model: mlm.Model, precision: str | torch.dtype
     ) -> None:
-        half = mlm.load(folder, device="cpu", precision="bf16")
+        half = mlm.load(folder, device=torch.device("cpu"), precision=precision)
+        assert (half.device, half.dtype) == (torch.device("cpu"), torch.bfloat16)
+        assert (half.config.num_layers, half.config.vocab_size) == (3, 331)
+        assert not any(module.training for chunk in half.chunks for module in chunk.modules())
         assert {p.dtype for chunk in half.chunks for p in chunk.parameters()} == {torch.bfloat16}
         found, want = half.logits(tokens_of()), model.logits(tokens_of())
         assert found.dtype == torch.float32
         # bfloat16 has eight bits, in each of some ten operations
         assert (found - want).abs().max() < 0.1 * want.abs().max()
 
-    @pytest.mark.parametrize(
-        ("tokens", "problem"),
-        [
-            (torch.zeros(1, 3), r"tokens: float32 \[1, 3\], not int64"),
-            (torch.zeros(1, 49, dtype=torch.int64), r"S=49 is more than max_positions=48"),
-            (torch.full((1, 3), 331), r"ids must be 0 to 330"),
-            (
-                torch.zeros(0, 3, dtype=torch.int64),
-                r"tokens: an empty batch, int64 \[0, 3\]; give a sequence",
-            ),
-            ([[0.5]], r"tokens: float32 \[1, 1\], not int64"),
-        ],
-    )
-    def test_tokens_that_do_not_fit_are_one_line(self, model: mlm.Model, tokens: Any, problem: str) -> None:
-        with pytest.raises(ValueError, match=problem):
-            model.logits(tokens)
-
-
-BERTS = [("bert", "ForPreTraining"), ("megatron-bert", "ForMaskedLM")]
-
 
 class TestMaskedLogits:
     """Logits of a BERT's masked-LM head."""
 
-    @pytest.mark.parametrize(("family", "name"), BERTS)
+    @pytest.mark.parametrize(
+        ("family", "name"), [("bert", "ForPreTraining"), ("megatron-bert", "ForMaskedLM")]
+    )
     def test_they_are_those_of_transformers(self, tmp_path: Path, family: str, name: str) -> None:
         theirs = make_bert(tmp_path, family, name, initializer_range=0.3)
         with torch.no_grad():
@@ -208,16 +194,6 @@ class TestMaskedLogits:
         assert (logits.shape, logits.dtype) == ((3, 20, 331), torch.float32)
         # float32 sums in another order
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5 * float(want.abs().max()))
-
-    def test_they_are_equal_on_every_rank(self, tmp_path: Path) -> None:
-        make_bert(tmp_path, "bert", "ForPreTraining")
-        want = mlm.load(tmp_path, precision="fp64", device="cpu").logits(tokens_of())
-        for found in run_on_ranks(logits_on_rank, tmp_path, tp=2):
-            torch.testing.assert_close(found, want)  # float64
-
-
-def logits_on_rank(ctx: ParallelContext, folder: Path) -> Tensor:
-    return mlm.load(folder, ctx=ctx, precision="fp64").logits(tokens_of())
 
 
 Used = tuple[Tensor, list[str], list[float]]
@@ -268,22 +244,6 @@ class TestGenerate:
         one, other = model.generate(["To be", "To be"], max_new_tokens=8)
         assert one == model.generate("To be", max_new_tokens=8) != other
 
-    @pytest.mark.parametrize(
-        ("options", "problem"),
-        [
-            ({"max_new_tokens": 0}, "max_new_tokens=0 must be greater than 0"),
-            ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
-            ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
-            ({"stop": ""}, 'stop="": would end'),
-        ],
-    )
-    def test_an_option_out_of_range_is_one_line(
-        self, model: mlm.Model, options: dict[str, Any], problem: str
-    ) -> None:
-        with pytest.raises(ValueError, match=problem) as caught:
-            model.generate("To be", **options)
-        assert "\n" not in str(caught.value)
-
 
 class TestScore:
     """Log-likelihoods of documents."""
@@ -316,19 +276,6 @@ class TestScore:
         assert math.copysign(1, model.score("")) == 1
 
 
-class TestLoaded:
-    """The object that `load` returns."""
-
-    @pytest.mark.parametrize("precision", ["torch.bfloat16", torch.bfloat16])
-    def test_it_knows_its_device_number_format_and_shape(
-        self, folder: Path, precision: str | torch.dtype
-    ) -> None:
-        found = mlm.load(folder, device=torch.device("cpu"), precision=precision)
-        assert (found.device, found.dtype) == (torch.device("cpu"), torch.bfloat16)
-        assert (found.config.num_layers, found.config.vocab_size) == (3, 331)
-        assert not any(module.training for chunk in found.chunks for module in chunk.modules())
-
-
 class TestErrors:
     """Mistakes, each a ValueError of one line."""
 
@@ -347,30 +294,6 @@ class TestErrors:
         with pytest.raises(ValueError, match="was not finetuned on a task"):
             model.predict("To be")
 
-    @pytest.mark.parametrize(("use", "texts"), [("generate", ["To be", 7]), ("score", None)], ids=str)
-    def test_what_is_no_text_is_a_type_error_of_one_line(
-        self, model: mlm.Model, use: str, texts: Any
-    ) -> None:
-        with pytest.raises(TypeError) as caught:
-            getattr(model, use)(texts)
-        assert "\n" not in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("options", "problem"),
-        [
-            ({"tp": 2}, r"tp=2 pp=1: does not divide world_size=1; start 2 ranks"),
-            ({"precision": "fp8"}, "precision=fp8: no such number format; use fp32, bf16"),
-            ({"device": "tpu"}, "device=tpu: no such device; use auto, cpu, cuda"),
-            ({"tokenizer": "none.json"}, "none.json"),
-        ],
-    )
-    def test_what_cannot_be_loaded_so_is_named(
-        self, folder: Path, options: dict[str, Any], problem: str
-    ) -> None:
-        with pytest.raises(ValueError, match=problem) as caught:
-            mlm.load(folder, **options)
-        assert "\n" not in str(caught.value)
-
     @pytest.mark.parametrize("name", ["runs/nothere", "corpus/train.bin"])
     def test_what_is_no_model_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -385,6 +308,33 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("call", "begins"),
         [
+            (lambda model: model.logits(torch.zeros(1, 3)), "tokens: float32 [1, 3], not int64"),
+            (lambda model: model.logits([[0.5]]), "tokens: float32 [1, 1], not int64"),
+            (
+                lambda model: model.logits(torch.zeros(1, 49).long()),
+                "tokens: S=49 is more than max_positions=48",
+            ),
+            (lambda model: model.logits(torch.full((1, 3), 331)), "tokens: ids must be 0 to 330"),
+            (
+                lambda model: model.logits(torch.zeros(0, 3).long()),
+                "tokens: an empty batch, int64 [0, 3]; give a sequence",
+            ),
+            (lambda model: model.generate("", max_new_tokens=0), "max_new_tokens=0 must be greater than 0"),
+            (
+                lambda model: model.generate("", max_new_tokens=3, min_new_tokens=4),
+                "min_new_tokens=4 is more than max_new_tokens=3",
+            ),
+            (lambda model: model.generate("", temperature=-1.0), "temperature=-1.0 must be 0 or more"),
+            (lambda model: model.generate("", stop=""), 'stop="": would end'),
+            (lambda model: model.generate(["To be", 7]), "prompt: "),
+            (lambda model: model.score(None), "texts: "),
+            (lambda model: mlm.load(model.path, tp=2), "tp=2 pp=1: does not divide world_size=1; start 2"),
+            (
+                lambda model: mlm.load(model.path, precision="fp8"),
+                "precision=fp8: no such number format; use",
+            ),
+            (lambda model: mlm.load(model.path, device="tpu"), "device=tpu: no such device; use auto, cpu"),
+            (lambda model: mlm.load(model.path, tokenizer="none.json"), "no tokenizer at none"),
             (lambda model: mlm.load(model.path, ctx=7), "ctx: an integer"),
             (lambda model: mlm.load(model), "ckpt: a Model"),
             (lambda model: mlm.load(model.path, device=0), "device: an integer, not one of auto, cpu, cuda"),
@@ -450,10 +400,6 @@ class TestChat:
         assert model.chat([talk], max_new_tokens=8) == [answer] == model.chat(["sat?"], max_new_tokens=8)
         assert answer != model.generate("sat?", max_new_tokens=8)
 
-    def test_answers_are_equal_on_every_rank(self, llama: Path) -> None:
-        want = mlm.load(llama, device="cpu", precision="fp64").chat(TALK[:3], max_new_tokens=8)
-        assert run_on_ranks(answer_on_rank, llama, tp=2) == [want] * 2
-
     @pytest.mark.parametrize(
         ("messages", "problem"),
         [
@@ -474,11 +420,6 @@ class TestChat:
         file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         want = model.generate("To be", max_new_tokens=5)
         assert model.chat("To be", chat_template=file, max_new_tokens=5) == want
-
-
-def answer_on_rank(ctx: ParallelContext, folder: Path) -> str:
-    answer: str = mlm.load(folder, ctx=ctx, precision="fp64").chat(TALK[:3], max_new_tokens=8)
-    return answer
 
 
 def mesh_on_rank(ctx: ParallelContext, folder: Path) -> str:
