@@ -145,20 +145,10 @@ def _load(model: HFModel) -> Any:
     quantised = model.raw.get("quantization_config")
     if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
         labels["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    options = {"dtype": torch.float32, "use_safetensors": True, "local_files_only": True} | labels
+    options |= {"attn_implementation": "eager", "key_mapping": dict(model.renamings)}
     with _quiet(transformers), _blames_folder(model, "load"):
-        return (
-            getattr(transformers, model.architecture)
-            .from_pretrained(
-                model.folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                attn_implementation="eager",
-                key_mapping=dict(model.renamings),
-                **labels,
-            )
-            .eval()
-        )
+        return getattr(transformers, model.architecture).from_pretrained(model.folder, **options).eval()
 
 
 @contextmanager

@@ -253,11 +253,8 @@ def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
 
 def judge(report: Report) -> Verdict:
     if report.blind:
-        return Verdict(
-            "UNDECIDED",
-            f"{report.blind} is not finite on one process either; nothing after it counts",
-            "in float16 set a lower precision.initial_loss_scale",
-        )
+        sentence = f"{report.blind} is not finite on one process either; nothing after it counts"
+        return Verdict("UNDECIDED", sentence, "in float16 set a lower precision.initial_loss_scale")
     if report.is_exact and report.changed:
         return Verdict("DIFFERENT", f"the first bits that differ are of {report.changed}", EXACT_HINT)
     if report.finding is not None:
@@ -266,11 +263,9 @@ def judge(report: Report) -> Verdict:
         return Verdict("DIFFERENT", f"first at {found.where}{others}", f"{found.cause}: {found.sentence}")
     if report.torn:
         others = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
-        return Verdict(
-            "DIFFERENT",
-            f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{others}",
-            "look at a reduction that reaches some copies only: they will drift apart",
-        )
+        sentence = f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{others}"
+        hint = "look at a reduction that reaches some copies only: they will drift apart"
+        return Verdict("DIFFERENT", sentence, hint)
     if report.is_exact:
         steps, tensors = len(report.lrs), len(report.differences)
         return Verdict("EQUAL bit for bit", f"{tensors} tensors of {steps} steps, {report.digest}")

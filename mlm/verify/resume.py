@@ -139,22 +139,18 @@ def judge(runs: Runs) -> Verdict:
     plan, tensors = runs.plan, runs.final.tensors
     if runs.starts != (plan.first, plan.kill):
         began = ", ".join(map(str, runs.starts)) or "nowhere"
-        return Verdict(
-            "DIFFERENT",
-            f"the killed run should have gone on from step {plan.kill}, but its starts were at: {began}",
-            "the checkpoint was not found, or found damaged; see the log of the resumed run",
-        )
+        found = f"the killed run should have gone on from step {plan.kill}, but its starts were at: {began}"
+        hint = "the checkpoint was not found, or found damaged; see the log of the resumed run"
+        return Verdict("DIFFERENT", found, hint)
     for step, name in runs.straight | runs.resumed:
         a, b = (side.get((step, name), "no record") for side in (runs.straight, runs.resumed))
         if a != b:  # null (not finite) equals only null
             found = f"the first difference is in {name} of step {step}: {a!r} straight, {b!r} resumed"
             return Verdict("DIFFERENT", found, _hint(step, name, plan))
     if not runs.final.equal:
-        return Verdict(
-            "DIFFERENT",
-            f"the first difference is in the last checkpoint: {runs.final.sentence}",
-            "every step was equal, the last one's update is not: suspect the optimizer's state",
-        )
+        found = f"the first difference is in the last checkpoint: {runs.final.sentence}"
+        hint = "every step was equal, the last one's update is not: suspect the optimizer's state"
+        return Verdict("DIFFERENT", found, hint)
     return Verdict(
         "EQUAL bit for bit",
         f"loss, gradient norm, learning rate, loss scale and samples of {plan.last - plan.first} steps, then "

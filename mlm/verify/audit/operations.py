@@ -150,27 +150,7 @@ class Operations:
             return Status("no part")
         if found.error <= bound:
             return Status("addends" if found.sums else "right", found)
-        if self.is_zigzag and (ordered := self._in_order(key, parts, whole, bound)) is not None:
-            return ordered
         return Status("wrong", match(parts, whole, self.placements(parts, whole, ()), 0.0, is_scaled=False))
-
-    def _in_order(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Status | None:
-        """The status of sequences that ranks with a piece from either end gather in the order of ranks."""
-        size = 2 * self.comparison.layout["cp"]
-        for dim in (d for d, rows in enumerate(whole.shape) if rows % size == 0):
-            pieces = torch.arange(whole.shape[dim]).chunk(size)
-            order = torch.cat([torch.cat([pieces[n], pieces[-1 - n]]) for n in range(size // 2)]).argsort()
-            own = {at: x.index_select(dim, order) for at, x in parts.items() if x.shape == whole.shape}
-            found = (
-                match(own, whole, self.placements(own, whole, ("cp", "tp")), bound, is_scaled=False)
-                if own
-                else None
-            )
-            if found is not None and found.error <= bound:
-                for at, x in own.items():
-                    self.traced[at][key] = x
-                return Status("addends" if found.sums else "right", found)
-        return None
 
     def of_operation(self, key: Key, kind: str) -> list[Key]:
         """Return all keys of a kind, READ or RESULT, of the operation that `key` belongs to."""

@@ -43,7 +43,8 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
     wrong = {k for k in right if k.kind == kind}
     if kind == "backward":  # the trace ends with the first micro-batch's
         wrong = {k for k in wrong if k.micro == place.key.micro}
-    if kind == "output" and (cause := _another_layer(recorder, state, comparison, place)) is not None:
+    is_staged = kind == "output" and comparison.layout["pp"] > 1
+    if is_staged and (cause := _another_layer(recorder, state, comparison, place)) is not None:
         record.causes.append(cause)
         return
     micro = [{k.micro for k in own if k.kind == "input"} for own in (right, *traced.values())]
@@ -59,7 +60,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         for how, count in ((PARTS, 1), (OWN, len(traced)))
         if all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
     }
-    gives = partial(predicts, recorder, operations, state, place, wrong)
+    gives = partial(predicts, state, operations, place, wrong)
     for number, hypothesis in enumerate(operations.hypotheses(place.key)):
         if time.process_time() > limit:
             record.given_up = number
@@ -76,12 +77,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
 
 
 def predicts(
-    recorder: Recorder,
-    operations: Operations,
-    state: State,
-    place: Location,
-    wrong: Collection[Key],
-    hypothesis: Hypothesis,
+    state: State, operations: Operations, place: Location, wrong: Collection[Key], hypothesis: Hypothesis
 ) -> bool:
     """True if one process with the numbers of a hypothesis gives what ranks have."""
     ranks = [*operations.traced][: None if hypothesis.how == OWN else 1]
@@ -90,8 +86,8 @@ def predicts(
     with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
         for at, values in own.items() if all(own.values()) else ():
             state.restore()
-            trace(recorder, place, values)
-            runs[at] = dict(recorder.record.tensors)
+            trace(state.recorder, place, values)
+            runs[at] = dict(state.recorder.record.tensors)
         return bool(runs) and all(_is_found(operations, place, k, runs) for k in wrong)
     return False
 
@@ -141,17 +137,16 @@ def _another_layer(recorder: Recorder, state: State, comparison: Comparison, pla
         is_outer = f"{place.key.name}.".startswith(f"{name}.") and number.isdigit()
         if not (is_outer and another.isdigit() and above == parent and name != other):
             continue
-        if comparison.layout["pp"] == 1:
-            return None
-        hook = modules[name].register_forward_hook(
-            partial(_as_layer, modules[other]), prepend=True, with_kwargs=True
-        )
+        as_other = partial(_as_layer, modules[other])
+        hook = modules[name].register_forward_hook(as_other, prepend=True, with_kwargs=True)
         with suppress(RuntimeError, TypeError):  # of a layer of another shape
             state.restore()
             trace(recorder, wrong[name], {})
+            every = torch.cat([x for k, x in recorder.record.tensors.items() if k.kind == "output"])
             ranks = (r for at, r in comparison.ranks.items() if at[0] == wrong[name].stage)
-            predicted = _joined(recorder.record.tensors, "output")
-            if all(_has_rows(predicted, record.tensors[wrong[name].key]) for record in ranks):
+            rows = (record.tensors[wrong[name].key].flatten(1).double() for record in ranks)
+            far = [torch.cdist(x, every.flatten(1).double(), p=torch.inf).amin(1).amax() for x in rows]
+            if max(map(float, far)) <= FIT * magnitude(every):
                 why = f"{name} computes what {other} does: look at the numbers of layers on stages"
                 return Cause("another layer's function", why, name)
         hook.remove()
@@ -161,17 +156,6 @@ def _another_layer(recorder: Recorder, state: State, comparison: Comparison, pla
 def _as_layer(other: nn.Module, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
     """The output of another layer with the weights of this one."""
     return functional_call(other, dict(module.named_parameters()), args, kwargs)
-
-
-def _joined(tensors: Tensors, kind: str) -> Tensor:
-    """Outputs of all micro-batches."""
-    return torch.cat([x for k, x in tensors.items() if k.kind == kind])
-
-
-def _has_rows(whole: Tensor, part: Tensor) -> bool:
-    """True if each row of a part is one of the whole's."""
-    distances = torch.cdist(part.flatten(1).double(), whole.flatten(1).double(), p=torch.inf)
-    return float(distances.amin(1).amax()) <= FIT * magnitude(whole)
 
 
 def _is_found(operations: Operations, place: Location, key: Key, runs: Mapping[Coordinates, Tensors]) -> bool:

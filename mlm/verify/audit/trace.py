@@ -243,7 +243,7 @@ class State:
     """A snapshot of parameters, buffers and the optimizer, to run a step from the same start again."""
 
     def __init__(self, recorder: Recorder) -> None:
-        module, self.optimizer = recorder.subject.module, recorder.subject.optimizer
+        self.recorder, module, self.optimizer = recorder, recorder.subject.module, recorder.subject.optimizer
         buffers = nn.Module.buffers(module)  # of Megatron's wrapper these are others
         self.tensors = {x: x.detach().clone() for x in (*module.parameters(), *buffers)}
         self.moments, self.counts = {}, {}
