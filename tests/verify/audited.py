@@ -132,6 +132,20 @@ def two_micro_batches(mesh, mistake: str) -> AuditSubject:  # type: ignore[no-un
     return subject
 
 
+def crossed_micro_batches(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    """Of replicas, whose backward gives each of two micro-batches the gradient of the other."""
+    subject, is_wrong = build(mesh), mesh["dp"].size() > 1
+
+    def step() -> Tensor:
+        outputs = [subject.module(x) for x in subject.batch.chunk(2)]
+        grads = [y.detach() / y.numel() for y in outputs]  # of the mean of squares, over two
+        torch.autograd.backward(outputs, grads[::-1] if is_wrong else grads)
+        return torch.stack([y.detach().square().mean() / 2 for y in outputs]).sum()
+
+    subject.step = step
+    return subject
+
+
 slice_of_micro_batches = partial(two_micro_batches, mistake="slice")
 
 

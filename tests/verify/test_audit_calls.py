@@ -28,7 +28,7 @@ def run_samples(*micro_batches: list[int]) -> Record:
 
 def matched(reference: Record, *replicas: Record) -> tuple[Record, list[Record], list[str]]:
     ranks = {(0, number, 0, 0): replica for number, replica in enumerate(replicas)}
-    whole, parts, problems = match_calls(reference, ranks, LAYOUT)
+    whole, parts, problems, _ = match_calls(reference, ranks, LAYOUT)
     return whole, list(parts.values()), problems
 
 

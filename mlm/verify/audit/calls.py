@@ -4,26 +4,29 @@ A layout runs other micro-batches than one process: more of them, of other sampl
 no part of the step, such as the pass in which PipelineStage infers shapes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.compare import Layout, Ranks
-from mlm.verify.audit.parts import Coordinates, Parts, add_over, placements, region
+from mlm.verify.audit.compare import Layout, Ranks, magnitude
+from mlm.verify.audit.parts import Coordinates, Parts, add_over, difference, placements, region, scale_of
 from mlm.verify.audit.record import OF_MODULES, Cause, Key, Record
 
 MARGIN = 0.1
 """A row is the nearest of one process's if its distance is below this fraction of that to the second."""
 MOST_COMPARED = 10**8
 """Numbers that are compared to find samples among those of one process."""
-SUMMED = (
-    "{name}: its samples are not found among those of one process, so their sums over a step are compared"
-)
+FIT = 1e-6
+"""Fraction of the largest element by which gradients may differ from another micro-batch's."""
+SWAP = "micro-batch {}'s gradient is micro-batch {}'s"
+SUMMED = "{name}: no samples of one process are found in it, so their sums over a step are compared"
 
 CONSTANT, SUMS = "constant", "sums"
 """Ways to compare outputs beside those by samples."""
@@ -31,6 +34,7 @@ Calls = dict[int, Tensor]
 """Tensors of a module by micro-batch."""
 Table = dict[Key, Calls]
 """Calls by key, whose micro-batch is 0."""
+Matched = tuple[Record, Ranks, list[str], dict[Key, Cause]]
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,38 @@ class Samples:
             raise RuntimeError("other rows")
         return full[order], {at: rows[torch.tensor(flat[at]).argsort()] for at, rows in own.items()}
 
+    def explain_swap(self, whole: Calls, parts: Mapping[Coordinates, Calls]) -> Cause | None:
+        """The cause of gradients of micro-batches that are, but for one scale, those of others."""
+        full = rows_of(whole.values(), self.dim)
+        for at, calls in self.ids.items():
+            own = [rows_of([parts[at][m]], self.dim) for m in calls]
+            pairs = product(enumerate(own), enumerate(full[ids] for ids in calls.values()))
+            same = ((m, n, x, y, scale_of(x, y)) for (m, x), (n, y) in pairs if x.shape == y.shape)
+            found = [(m, n, s) for m, n, x, y, s in same if difference(x, s * y) <= FIT * magnitude(x)]
+            swaps = [SWAP.format(m + 1, n + 1) for m, n, _ in found if m != n]
+            is_scaled_alike = all(math.isclose(s, found[0][2], rel_tol=FIT) for *_, s in found)
+            if swaps and is_scaled_alike and [m for m, *_ in found] == [*range(len(own))]:
+                why = "look at which activations the schedule's backward takes, and which gradient"
+                return Cause("other micro-batches", f"{', '.join(swaps[:2])}: {why}")
+        return None
 
-def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> tuple[Record, Ranks, list[str]]:
+
+def match_calls(reference: Record, ranks: Ranks, layout: Layout) -> Matched:
     """Records whose outputs of a key, and their gradients, are of the same samples; and problems, in words.
 
-    Where a step has several micro-batches, their tensors become one.
+    Where a step has several micro-batches, their tensors become one; gradients of another one get a cause.
     """
     records = {(): reference, **ranks}
     kept = {at: {k: t for k, t in r.tensors.items() if k.kind not in OF_MODULES} for at, r in records.items()}
-    problems: list[str] = []
+    problems, swapped = list[str](), dict[Key, Cause]()
     for step in sorted({key.step for key in reference.tensors}):
         tables = {at: tabulate(record, step) for at, record in records.items()}
         if any(micro for table in tables.values() for calls in table.values() for micro in calls):
-            tables = match_step(tables, layout, problems)
+            tables = match_step(tables, layout, problems, swapped)
         for at, table in tables.items():
             kept[at] |= {key: calls[0] for key, calls in table.items() if key.kind != "input"}
     matched = {at: replace(record, tensors=kept[at]) for at, record in records.items()}
-    return matched.pop(()), matched, problems
+    return matched.pop(()), matched, problems, swapped
 
 
 def explain_samples(reference: Record, ranks: Ranks, layout: Layout) -> dict[int, Cause]:
@@ -117,10 +136,8 @@ def _explain_inputs(whole: Tensor, inputs: Parts, layout: Layout) -> Cause | Non
             "look at seeds and samplers that depend on the rank, and at what changes samples before a module"
         )
     elif apart and not nowhere:
-        why = (
-            f"ranks of one replica, dp rank {apart[0][0]}, read samples {ids[apart[0][0], 0, 0]} and "
-            f"{ids[apart[0]]}: look at how the number of a replica follows from the rank"
-        )
+        why = f"ranks of one replica, dp rank {apart[0][0]}, read samples {ids[apart[0][0], 0, 0]} and "
+        why += f"{ids[apart[0]]}: look at how the number of a replica follows from the rank"
     elif missing and not nowhere:
         twice = [n for n, count in sorted(counts[0, 0].items()) if count > 1]
         replicas = " and ".join(str(own) for at, own in ids.items() if not any(at[1:]))
@@ -130,45 +147,40 @@ def _explain_inputs(whole: Tensor, inputs: Parts, layout: Layout) -> Cause | Non
 
 
 def tabulate(record: Record, step: int) -> Table:
-    """Tensors of modules in a step."""
+    """Tensors of modules in a step, in the order of micro-batches, which is not that of backward."""
     table: Table = {}
-    for key, tensor in record.tensors.items():
+    for key, tensor in sorted(record.tensors.items(), key=lambda each: each[0].micro):
         if key.step == step and key.kind in OF_MODULES:
             table.setdefault(key._replace(micro=0), {})[key.micro] = tensor
     return table
 
 
 def match_step(
-    tables: Mapping[Coordinates, Table], layout: Layout, problems: list[str]
+    tables: Mapping[Coordinates, Table], layout: Layout, problems: list[str], swapped: dict[Key, Cause]
 ) -> dict[Coordinates, Table]:
     """Tables of one process, at (), and of ranks, with one tensor of the same samples for each key."""
     whole, stages = tables[()], dict[int, dict[Coordinates, Table]]()
     for at in filter(None, tables):
         stages.setdefault(at[0], {})[at[1:]] = tables[at]
-    shared = [
-        (stage, key) for stage in stages for key in whole if all(key in t for t in stages[stage].values())
-    ]
+    shared = [(stage, k) for stage in stages for k in whole if all(k in t for t in stages[stage].values())]
     calls = {(stage, key): {at: t[key] for at, t in stages[stage].items()} for stage, key in shared}
     # of the first module whose inputs tell which samples they are
-    inputs = (
-        samples_of(whole[key], calls[stage, key], layout) for stage, key in shared if key.kind == "input"
-    )
+    inputs = (samples_of(whole[own[1]], calls[own], layout) for own in shared if own[1].kind == "input")
     known = next(filter(None, inputs), None)
     matched: dict[Coordinates, Table] = {at: {} for at in tables}
     choices: dict[tuple[int, Key], Samples | str] = {}
-    for stage, key in ((stage, key) for stage, key in shared if key.kind == "scalar"):
-        if (values := scalars(whole[key], calls[stage, key], layout)) is not None:
-            matched[()][key] = {0: values[0]}
-            for at, part in values[1].items():
-                matched[stage, *at][key] = {0: part}
-    for stage, key in ((stage, key) for stage, key in shared if key.kind in ("output", "backward")):
+    for stage, key in ((stage, key) for stage, key in shared if key.kind != "input"):
         output = stage, key._replace(kind="output")
         if key.kind == "output":
             choices[output] = choose(whole[key], calls[stage, key], known, layout)
         choice, joined = choices.get(output, SUMS), None
+        if key.kind == "scalar":
+            joined, choice = scalars(whole[key], calls[stage, key], layout), ""
         if isinstance(choice, Samples):
             try:
                 joined = choice.join(whole[key], calls[stage, key])
+                if key.kind == "backward" and (cause := choice.explain_swap(whole[key], calls[stage, key])):
+                    swapped[key] = cause
             except (RuntimeError, IndexError, KeyError):
                 choice = choices[output] = SUMS
         if choice == CONSTANT:
@@ -223,9 +235,8 @@ def samples_of(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout)
             blocks = {"tp": sorted({1, *full.shape[1:]})}
             for placement in placements(like, full, {**layout, "dp": 1}, blocks=blocks, sums=("cp", "tp")):
                 added = reduce(add_over, (axis for axis, how in placement.items() if how == "sum"), rows)
-                nearest = {
-                    at: nearest_rows(own, region(full, placement, at, like)) for at, own in added.items()
-                }
+                rights = {at: region(full, placement, at, like) for at in added}
+                nearest = {at: nearest_rows(own, rights[at]) for at, own in added.items()}
                 ids = {at: found_once(nearest[at], dim, parts[at], len(full)) for at in parts}
                 replicas = {at[0]: own for at, own in ids.items()}
                 every = sorted(i for calls in replicas.values() for own in calls.values() for i in own)
@@ -258,9 +269,8 @@ def rows_of(tensors: Iterable[Tensor], dim: int) -> Tensor:
 
 def sums(whole: Calls, parts: Mapping[Coordinates, Calls], layout: Layout) -> tuple[Tensor, Parts] | None:
     """Sums over the step of the last dimension's vectors; None where ranks have another number of these."""
-    full, *own = (
-        [t.flatten(0, -2) for t in calls.values() if t.ndim > 1] for calls in (whole, *parts.values())
-    )
+    every = whole, *parts.values()
+    full, *own = ([t.flatten(0, -2) for t in calls.values() if t.ndim > 1] for calls in every)
     copies = sum(map(len, full)) * len(parts) / layout["dp"] / max(sum(len(t) for ts in own for t in ts), 1)
     if not may_be_copies(copies, layout):
         return None

@@ -95,6 +95,8 @@ class Comparison:
         """The cause of an output that is wrong by an operation."""
         self.misread: Mapping[int, Cause] = {}
         """By step, the cause of samples that are not those of one process."""
+        self.swapped: Mapping[Key, Cause] = {}
+        """The cause of gradients of outputs that are those of other micro-batches."""
         self.locations: list[Location] = []
         self.skipped: list[str] = []
         """What could not be compared, and why, for each step."""
@@ -194,9 +196,8 @@ class Comparison:
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
         unit, limit = self._unit_and_limit(key, whole)
         if key.kind in ("initial", "gradient", "clipped", "weight"):
-            self.locations.append(
-                Location(key, self._parameter(key, whole, stage, parts), unit, limit, stage)
-            )
+            own = self._parameter(key, whole, stage, parts)
+            self.locations.append(Location(key, own, unit, limit, stage))
             return
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         if self._calls[id(self.reference)][whose(key)] != self._calls[id(record)][whose(key)]:
@@ -239,9 +240,15 @@ class Comparison:
         found = match(parts, whole, choices, bound, is_scaled=is_scaled)
         is_wrong = found is None or not found.error <= bound
         if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:
-            rows = match_rows(parts, whole, is_scaled=is_scaled)
+            rows = match_rows(parts, whole, bound, is_scaled=is_scaled, outputs=self._outputs(key))
             found = rows if rows is not None and rows.error <= bound else found
         return found
+
+    def _outputs(self, key: Key) -> tuple[Parts, Tensor] | None:
+        """The output that a gradient is of: its parts, and the whole."""
+        key = key._replace(kind={"backward": "output"}.get(key.kind, ""))
+        stages = held(self.ranks, key) if key in self.reference.tensors else {}
+        return next(((parts, self.reference.tensors[key]) for parts in stages.values()), None)
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
         """Compare parts of a parameter, its gradient or its update."""
@@ -353,9 +360,8 @@ def assemble(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout, like: K
         if not stages:
             own = sorted({n for record in ranks.values() for n in record.splits} - set(shapes))
             alone = f"{', '.join(own[:3]) or 'none'} on ranks alone"
-            raise UserError(
-                f"parameter {name} of one process is on no rank, {alone}", fix="map these with names="
-            )
+            problem = f"parameter {name} of one process is on no rank, {alone}"
+            raise UserError(problem, fix="map these with names=")
         parts = next(iter(stages.values()))
         whole[name] = torch.empty(shape.shape, dtype=shape.dtype)
         fill(whole[name], parts, placement_of(name, parts, whole[name], ranks, layout))

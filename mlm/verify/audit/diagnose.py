@@ -79,11 +79,8 @@ def diagnose(comparison: Comparison) -> Finding | None:
         cause = explain_rounding(comparison, alike) or explain(comparison, place, alike)
     name = place.key.name or "the whole module"
     if place.key.kind in ("gradient", "clipped", "weight"):
-        name = _list(alike)
-        if len(alike) == sum(
-            p.key[:2] == place.key[:2] and bool(p.match.pairs) for p in comparison.locations
-        ):
-            name = "all parameters"
+        every = [p for p in comparison.locations if p.key[:2] == place.key[:2] and p.match.pairs]
+        name = "all parameters" if len(alike) == len(every) else _list(alike)
     kind, step = KINDS[place.key.kind], place.key.step + 1
     return Finding(cause.place or name, kind, step, place.relative, cause.name, cause.why)
 
@@ -123,19 +120,13 @@ def _torn(torn: Sequence[Location]) -> Finding:
 def _regrouped(place: Location, axis: str) -> str:
     """Return the groups of ranks with equal parts beside the right ones; empty if their sizes differ."""
     number = SPLIT_AXES.index(axis)
-    right, held = list[list[int]](), list[list[int]]()
-    parts: dict[int, Tensor] = {}
+    right, parts = list[list[int]](), dict[int, Tensor]()
     for group in place.match.copies(axis):
         ranks = {at[number]: x for at, x in group.items() if not any(at[:number] + at[number + 1 :])}
-        if ranks:
-            right.append([*ranks])
-            parts |= ranks
-    for rank, x in sorted(parts.items()):
-        alike = next((group for group in held if torch.equal(parts[group[0]], x)), None)
-        if alike is None:
-            held.append([rank])
-        else:
-            alike.append(rank)
+        right += [[*ranks]] if ranks else []
+        parts |= ranks
+    alike = [[m for m in sorted(parts) if torch.equal(parts[m], parts[n])] for n in sorted(parts)]
+    held = [group for n, group in enumerate(alike) if group not in alike[:n]]
     if len(held) < 2 or sorted(map(len, held)) != sorted(map(len, right)):
         return ""
     has, should = (" and ".join(str(group) for group in groups) for groups in (held, right))
@@ -188,7 +179,7 @@ def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Loc
     misread = comparison.misread.get(place.key.step)
     cause = (_gathered(comparison, place) or misread) if kind == "output" else None
     if kind == "backward":
-        cause = _of_all_gradients(comparison, place.key.step)
+        cause = comparison.swapped.get(place.key) or _of_all_gradients(comparison, place.key.step)
     cause = cause or comparison.operation
     if cause is None and not place.match.sums:
         cause = cause_of(kind, pattern(comparison, [place]), name)
@@ -197,11 +188,8 @@ def _explain_activation(comparison: Comparison, place: Location, _: Sequence[Loc
     bound = place.limit * place.largest
     wrong = [at for at, pair in place.match.pairs.items() if not difference(*pair) <= bound]
     numbers = {axis: {at[SPLIT_AXES.index(axis)] for at in wrong} for axis in place.match.placement}
-    ranks = ""
-    if len(wrong) < len(place.match.pairs):
-        ranks = (
-            " ".join(f"{axis} rank {min(n)}" for axis, n in numbers.items() if len(n) == 1) or "some ranks"
-        )
+    ranks = " ".join(f"{axis} rank {min(n)}" for axis, n in numbers.items() if len(n) == 1) or "some ranks"
+    ranks = ranks if len(wrong) < len(place.match.pairs) else ""
     stage = f" of stage {place.stage}" if comparison.layout["pp"] > 1 else ""
     where = f"{name} before it is right, it is wrong on {ranks or 'all ranks'}{stage}"
     return Cause(f"depends on the {'rank' if ranks else 'layout'}", f"{where}; {NEITHER}")
@@ -223,10 +211,7 @@ def _gathered(comparison: Comparison, place: Location) -> Cause | None:
     tp, pairs = comparison.layout["tp"], place.match.pairs.values()
     is_loss = place.key.kind in ("loss", "scalar") or not place.key.name
     if is_loss and tp > 1 and all(is_close(x - y, torch.full_like(y, math.log(tp)), place) for x, y in pairs):
-        why = (
-            f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
-            "on every tp rank; give it this rank's logits"
-        )
+        why = f"it is log({tp}) too large: a vocabulary-parallel loss reads whole logits; give it this rank's"
         return Cause("gathered logits in a split loss", why)
     return None
 
@@ -244,8 +229,7 @@ def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]
     cause = _gathered(comparison, place) or _of_all_gradients(comparison, place.key.step)
     if cause is None and not _has_outputs(comparison):
         why = (
-            "look at sums over tp and cp, the order of qkv rows, positions, dropout masks, routers and their "
-            "capacity, and which samples each replica reads"
+            "look at sums over tp and cp, the order of qkv rows, positions, masks, routers, replicas' samples"
         )
         cause = Cause("forward pass", why)
     if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):

@@ -141,14 +141,8 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
                 with suppress(UserError):  # of code that needs several axes
                     outcomes.append(audit_layout(build, each, config, dtype))
     outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
-    return sorted(
-        outcomes,
-        key=lambda o: (
-            o.finding is None or o.finding.kind == MASK,
-            o.finding is None,
-            sorted(o.layout.values()),
-        ),
-    )
+    is_found = {id(o): (o.finding is None or o.finding.kind == MASK, o.finding is None) for o in outcomes}
+    return sorted(outcomes, key=lambda o: (is_found[id(o)], sorted(o.layout.values())))
 
 
 def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype) -> Outcome:
@@ -172,15 +166,14 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
             )
-    noise: list[Record] = []
-    if reference.formats:
-        worlds = [run(ones, weights_of=source, seed=seed) for seed in range(1, NOISES + 1)]
-        noise = [record for each in worlds for record in each.wait().values()]
+    seeds = range(1, NOISES + 1) if reference.formats else ()
+    worlds = [run(ones, weights_of=source, seed=seed) for seed in seeds]
+    noise = [record for each in worlds for record in each.wait().values()]
     spreads = spreads_of(reference, noise)
     misread = explain_samples(reference, ranks, layout)
-    reference, ranks, unmatched = match_calls(reference, ranks, layout)
+    reference, ranks, unmatched, swapped = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout, spreads=spreads)
-    comparison.misread = misread
+    comparison.misread, comparison.swapped = misread, swapped
     if comparison.blind:
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")
@@ -226,7 +219,7 @@ def explain(
 def places_to_trace(comparison: Comparison, found: Finding) -> list[Location]:
     """The tensor to explain by operations, and another for a loss; none if samples or formulas explain it."""
     place, *others = comparison.wrong or (None,)
-    if place is None or place.key.kind not in TRACED:
+    if place is None or place.key.kind not in TRACED or place.key in comparison.swapped:
         return []
     is_sum = place.key.kind in ("scalar", "loss")
     if (is_sum or place.key.kind == "output") and place.key.step in comparison.misread:

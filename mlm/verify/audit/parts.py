@@ -203,15 +203,32 @@ def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tup
     return Match(pairs, regions, is_complete=is_whole)
 
 
-def match_rows(parts: Parts, whole: Tensor, *, is_scaled: bool) -> Match | None:
-    """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
+def match_rows(
+    parts: Parts, whole: Tensor, bound: float, *, is_scaled: bool, outputs: tuple[Parts, Tensor] | None
+) -> Match | None:
+    """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say.
+
+    Gradients are in the order of their outputs: in any order only where these are equal.
+    """
     if whole.ndim < 2:
         return None
     rows = torch.cat([part for _, part in sorted(parts.items())])
     if rows.shape != whole.shape:
         return None
-    weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
-    part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
+
+    def key(x: Tensor) -> Tensor:
+        return x.flatten(1) @ torch.linspace(1, 2, x[0].numel(), dtype=x.dtype)
+
+    sides, groups = [rows, whole], torch.zeros(len(rows))
+    if outputs is not None:
+        keys = [key(torch.cat([x for _, x in sorted(outputs[0].items())])), key(outputs[1])]
+        if any(len(own) != len(rows) for own in keys):
+            return None
+        sides = [x[own.argsort()] for x, own in zip(sides, keys, strict=True)]
+        equal = 10 * bound / whole.abs().amax() * keys[1].abs().amax()
+        groups[1:] = (keys[1].sort().values.diff() > equal).cumsum(0)
+    orders = ((x, key(x).argsort()) for x in sides)
+    part, right = (x[order[groups[order].argsort(stable=True)]] for x, order in orders)
     pairs: Pairs = {(0, 0, 0): (part, right)}
     return Match(unscaled(pairs) if is_scaled else pairs, {(0, 0, 0): 0}, {"dp": Split(0, "dp")})
 
