@@ -47,6 +47,34 @@ def finding(kind: str, wrong: list[Tensor], right: Tensor, *, w_factor: float = 
 
 
 @pytest.mark.parametrize(
+    ("factors", "words"),
+    [((4, 1), "of split parameters count 4 times"), ((4, 2), "count 4 times, of replicated ones 2 times")],
+)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_norm_whose_squares_count_as_often_as_ranks_hold_copies(
+    factors: tuple[int, int], words: str, is_alone: bool
+) -> None:
+    """On dp=2 tp=2, and on dp=4 alone, where a larger layout says which parameters are split."""
+    grads = {name: draw(6, 4, seed=n) for n, name in enumerate("pqrst")}
+    squares = {name: float(x.square().sum()) for name, x in grads.items()}
+    split = {"p", "q", "r"}
+
+    def record(rank: int, *counts: int) -> Record:
+        own = {n: x if is_alone or rank < 0 or n not in split else x.chunk(2)[rank] for n, x in grads.items()}
+        norm = sum(square * counts[n not in split] for n, square in squares.items()) ** 0.5
+        tensors = {Key(0, kind, n): x for kind in ("initial", "gradient") for n, x in own.items()}
+        return Record(tensors | {Key(0, "norm", "norm"): torch.tensor(norm).double()}, dict.fromkeys(grads))
+
+    at = [(0, n, 0, 0) if is_alone else (0, n // 2, 0, n % 2) for n in range(4)]
+    layout = TP | ({"dp": 4, "tp": 1} if is_alone else {"dp": 2})
+    comparison = Comparison(record(-1, 1, 1), {rank: record(rank[3], *factors) for rank in at}, layout)
+    comparison.split |= split
+    found = diagnose(comparison)
+    assert found is not None
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
     ("formula", "cause"),
     [
         (lambda w, b: [(x + b).sqrt() for x in w], "norm misses parameters"),

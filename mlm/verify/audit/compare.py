@@ -127,6 +127,9 @@ class Comparison:
                 self.locations.append(Location(key, Match({}, {}, is_complete=False), 1.0, 0.0))
         if not any(place.key.kind in ("output", "gradient", "weight") for place in self.locations):
             raise UserError("no module or parameter of the layout has a name of one process; give names=")
+        gradients = (p for p in self.locations if p.key.kind == "gradient")
+        self.split = {p.key.name for p in gradients if {*p.match.placement.values()} - {"copy"}}
+        """Parameters that are split on ranks, or in a larger layout."""
 
     @property
     def blind(self) -> str:

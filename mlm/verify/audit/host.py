@@ -128,25 +128,27 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
     One that parts in masks of dropout alone comes after those whose numbers are wrong without dropout.
     """
     layout = {axis: getattr(config, axis) for axis in AXES}
-    dtype, why = torch.float64, ""
+    dtype, why, split = torch.float64, "", set[str]()
     try:
-        outcomes = [audit_layout(build, layout, config, dtype)]
+        outcomes = [audit_layout(build, layout, config, dtype, split)]
     except LacksFloat64Error as error:
         dtype, why = torch.float32, f"in float32, since {error}: "
-        outcomes = [audit_layout(build, layout, config, dtype)]
+        outcomes = [audit_layout(build, layout, config, dtype, split)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
     with suppress(KeyboardInterrupt):  # what was found until then is reported
         for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
             if not outcomes[-1].sentence.endswith(STOPPED):
                 with suppress(UserError):  # of code that needs several axes
-                    outcomes.append(audit_layout(build, each, config, dtype))
+                    outcomes.append(audit_layout(build, each, config, dtype, split))
     outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
     is_found = {id(o): (o.finding is None or o.finding.kind == MASK, o.finding is None) for o in outcomes}
     return sorted(outcomes, key=lambda o: (is_found[id(o)], sorted(o.layout.values())))
 
 
-def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype) -> Outcome:
-    """Run a layout and one process twice, and compare."""
+def audit_layout(
+    build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype, split: set[str]
+) -> Outcome:
+    """Run a layout and one process twice, and compare; `split` receives the names of split parameters."""
     run = partial(World, build, config=config, dtype=dtype)
     world, failure = run(layout), ""
     try:
@@ -174,6 +176,8 @@ def audit_layout(build: Build, layout: Layout, config: AuditConfig, dtype: torch
     reference, ranks, unmatched, swapped = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout, spreads=spreads)
     comparison.misread, comparison.swapped = misread, swapped
+    comparison.split |= split
+    split |= comparison.split
     if comparison.blind:
         problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
         raise UserError(problem, fix="give a batch and weights of which it is a number")

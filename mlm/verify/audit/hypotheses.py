@@ -5,7 +5,7 @@ One that gives what ranks have is the cause.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, permutations
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ LEAST_FITTED = 8
 """Elements for each factor that is fitted, at least: fewer would fit by chance."""
 MOST_FACTORS = 4
 """Factors in a report."""
-MOST_SHIFTED = 4
-"""Elements by which shards are tried to be shifted."""
 Groups = Mapping[tuple[int, ...], Sequence[tuple[int, ...]]]
 Norms = Iterator[tuple[str, str, Mapping[tuple[int, ...], float]]]
 """Causes, and the norms of ranks that they predict."""
@@ -94,21 +92,24 @@ def _norms_of_parameters(comparison: Comparison, squares: Mapping[str, float], l
     for name in squares:
         for word in name.split("."):
             words.setdefault(word, frozenset(n for n in squares if word in n.split(".")))
-    copies = frozenset(
-        p.key.name
-        for p in comparison.locations
-        if p.key.kind == "gradient" and set(p.match.placement.values()) <= {"copy"}
-    )
-    kinds = {copies: "replicated parameters"} | {names: word for word, names in words.items()}
+    split, copies = frozenset(squares) & comparison.split, frozenset(squares) - comparison.split
+    kinds = {split: "split parameters", copies: "replicated parameters"}
+    kinds |= {names: word for word, names in words.items() if names not in kinds}
     pairs = {words[a] | words[b]: f"{a} and {b}" for a, b in combinations(words, 2)}
-    sizes = {n for n in comparison.layout.values() if n > 1}
-    total = sum(squares.values())
+    axes = [n for n in comparison.layout.values() if n > 1]
+    sizes = {math.prod(some) for count in range(1, len(axes) + 1) for some in combinations(axes, count)}
+    factors = 0.0, 2.0, *(f for n in sorted(sizes) for f in (n, 1 / n))
+    total, own = sum(squares.values()), [sum(squares[n] for n in names) for names in (split, copies)]
     for names, which in (pairs | kinds | {frozenset([n]): n for n in squares}).items():
         square = sum(squares[n] for n in names if n in squares)
-        for factor in (0.0, 2.0, *(f for n in sizes for f in (n, 1 / n))) if square > 1e3 * least else ():
+        for factor in factors if square > 1e3 * least else ():
             cause = f"norm {'misses' if factor < 1 else 'repeats'} parameters"
             norm = math.sqrt(max(0.0, total + (factor - 1) * square))  # all missed: rounding is left
             yield cause, f"squares of {which} count {factor:.3g} times", dict.fromkeys(comparison.ranks, norm)
+    for a, b in permutations(factors, 2) if min(own) > 1e3 * least else ():
+        why = f"squares of split parameters count {a:.3g} times, of replicated ones {b:.3g} times"
+        norm = math.sqrt(a * own[0] + b * own[1])
+        yield "norm repeats parameters", why, dict.fromkeys(comparison.ranks, norm)
 
 
 class Move(NamedTuple):
@@ -155,11 +156,8 @@ def explain_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause |
         spoken = [f"{factor} ({own[0]})" for factor, own in names.items()]
         listed = ", ".join(spoken[:MOST_FACTORS])
         more = f" and {len(spoken) - MOST_FACTORS} other factors" if spoken[MOST_FACTORS:] else ""
-        why = (
-            f"weights move a factor as far, by parameter: {listed}{more}; look at rates of the optimizer's "
-            "groups, and at depths or counts of layers that are a stage's"
-        )
-        return Cause("update scaled", why)
+        why = f"weights move a factor as far, by parameter: {listed}{more}; look at rates of the optimizer's "
+        return Cause("update scaled", why + "groups, and at depths or counts of layers that are a stage's")
     if shift := _shift(moves):
         neighbour = f"the one {abs(shift)} {'after' if shift > 0 else 'before'} it in a flat tensor"
         why = f"each moves as {neighbour} should; look at where shards of flat tensors begin, and at padding"
@@ -167,13 +165,10 @@ def explain_update(comparison: Comparison, wrong: Sequence[Location]) -> Cause |
     if all(float((m.moved - m.right).abs().minimum(m.moved.abs()).amax()) <= m.bound for m in moves):
         why = "some elements stay as they were, the others are right; look at gathers of updates"
         return Cause("partly updated", why)
-    if all(
-        difference(*((m.start + x).flatten().sort().values for x in (m.moved, m.right))) <= m.bound
-        for m in moves
-    ):
-        return Cause(
-            "shards permuted", "updated weights are right in another order; look at gathers of updates"
-        )
+    ends = [[(m.start + x).flatten().sort().values for x in (m.moved, m.right)] for m in moves]
+    if all(difference(*pair) <= m.bound for pair, m in zip(ends, moves, strict=True)):
+        why = "updated weights are right in another order; look at gathers of updates"
+        return Cause("shards permuted", why)
     return None
 
 
@@ -187,9 +182,8 @@ def _moves(comparison: Comparison, places: Sequence[Location]) -> list[Move]:
         for at, (part, right) in match.pairs.items():
             own = comparison.ranks[place.stage, *at].tensors.get(before)
             try:
-                start = region(
-                    comparison.reference.tensors[before], match.placement, at, match.parts
-                ).double()
+                whole = comparison.reference.tensors[before].double()
+                start = region(whole, match.placement, at, match.parts)
             except (RuntimeError, KeyError):
                 return []
             if own is None or own.shape != start.shape:
@@ -204,7 +198,7 @@ def _shift(moves: Sequence[Move]) -> int:
     Decay is of an element itself: u(i) = v(i + shift) + d w(i + shift) - d w(i), where v are right updates.
     What is right is left out, and elements at either end, whose neighbours are another weight's.
     """
-    for shift in (sign * size for size in range(1, MOST_SHIFTED + 1) for sign in (1, -1)):
+    for shift in (sign * size for size in range(1, 5) for sign in (1, -1)):
         columns: list[Tensor] = []
         for m in moves:
             start, moved, right = (x.flatten() for x in (m.start, m.moved, m.right))
