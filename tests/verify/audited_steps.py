@@ -102,7 +102,10 @@ def build(mesh, mistake: str = "", micro: int = 0) -> AuditSubject:  # type: ign
         batches = range(0, len(own), micro or len(own))
         labels = own[:, 1:]
         count = (labels > 0).sum()
-        dist.all_reduce(count, group=dp)
+        if mistake == "count":  # the loss of a rank is the mean of its own tokens
+            count = count * size
+        else:
+            dist.all_reduce(count, group=dp)
         total = torch.zeros(())
         for at in batches:
             part = slice(at, at + (micro or len(own)))
@@ -113,7 +116,9 @@ def build(mesh, mistake: str = "", micro: int = 0) -> AuditSubject:  # type: ign
             loss = (nll + 0.01 * z) / count
             if mistake == "scale_part":
                 loss = loss / size
-            if not micro:  # of other micro-batches it is another
+            if micro:
+                loss = loss + 0.05 * output["logits"].square().sum() / tokens.numel()
+            else:  # of other micro-batches it is another
                 loss = loss + 0.05 * output["auxiliary"] / size
             loss.backward()
             total = total + loss.detach()
@@ -140,6 +145,6 @@ MISTAKES = (
 seed, depth_local, auxiliary_twice, local_fractions, temperature, edge, local_z, scale_part = (
     partial(build, mistake=m) for m in MISTAKES
 )
-micro, micro_depth_local, micro_seed = (
-    partial(build, mistake=m, micro=1) for m in ("depth", "depth_local", "seed")
+micro, micro_depth_local, micro_seed, micro_count = (
+    partial(build, mistake=m, micro=1) for m in ("depth", "depth_local", "seed", "count")
 )

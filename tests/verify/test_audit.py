@@ -135,7 +135,7 @@ def test_audit_names_the_place_and_the_cause(
 @pytest.mark.parametrize(
     ("mistake", "place", "cause", "words"),
     slow_but(
-        {0, 2, 4},
+        {0, 2, 4, 8},
         [
             (
                 "seed",
@@ -152,9 +152,10 @@ def test_audit_names_the_place_and_the_cause(
                 "another number",
                 "mul at audited_steps.py:45 takes 2 in place of 1",
             ),
-            ("temperature", "loss", "another number", "div at audited_steps.py:111 takes 2 in place of 1"),
-            ("scale_part", "loss", "another number", "div at audited_steps.py:115 takes 2 in place of 1"),
+            ("temperature", "loss", "another number", "div at audited_steps.py:114 takes 2 in place of 1"),
+            ("scale_part", "loss", "another number", "div at audited_steps.py:118 takes 2 in place of 1"),
             ("local_fractions", "loss", "local statistics", "the result of mean at audited_steps.py:38"),
+            ("micro_count", "loss", "count of a rank", "18, 24 in place of 21: a count of this rank's"),
         ],
     ),
 )

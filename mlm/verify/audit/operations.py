@@ -25,7 +25,7 @@ from mlm.verify.audit.parts import (
     region,
     scale_of,
 )
-from mlm.verify.audit.patterns import FIT, Pattern, cause_of, pattern
+from mlm.verify.audit.patterns import FIT, Pattern, cause_of, explain_count, pattern
 from mlm.verify.audit.record import KINDS, Cause, Key, Split
 from mlm.verify.audit.trace import BACKWARD, NUMBERS, READ, RESULT
 
@@ -96,6 +96,8 @@ class Operations:
     def __init__(
         self, comparison: Comparison, right: Tensors, sources: Mapping[Key, Key], traced: Traced
     ) -> None:
+        self.ranks = traced
+        """Those of ranks, where `traced` joins those of replicas."""
         self.comparison, self.right, self.sources = comparison, right, sources
         self.traced = {at: dict(tensors) for at, tensors in traced.items()}
         splits = (p.match.placement.get("cp") for p in comparison.locations if not p.is_wrong)
@@ -191,11 +193,9 @@ class Operations:
             if followed and _call(key) not in followed:
                 continue
             if key.kind == NUMBERS:
-                results = self.of_operation(key, RESULT)  # none where samples are others
-                is_wrong = not results or any(
-                    self.status(k).word not in ("right", "addends") for k in results
-                )
-                if is_wrong and self.other_numbers(key):
+                words = {self.status(k).word for k in self.of_operation(key, RESULT)}
+                # there are none where samples are others
+                if (not words or words - {"right", "addends"}) and self.other_numbers(key):
                     seen.add(name)
                     first, *rest = self.parts(key).values()
                     is_own |= (is_apart := not all(torch.equal(first, x) for x in rest))
@@ -276,15 +276,16 @@ class Operations:
         (word, found), source = self.status(key), self.sources.get(key)
         assert found is not None
         what, name = f"a tensor that {operation} at {line} reads", self._name_of_values(key)
+        if name == "" and (count := self._count(key)) is not None:
+            made = f", {_result(source)}" if source is not None else ""
+            return count._replace(why=f"{what}{made}, is {count.why}")
         if source is None:
             name = {"other positions": "other indices", "": "another constant"}.get(name, name)
         elif word == "addends":
             what += f", {_result(source)}"
         elif (other := self._source_on_ranks(key)) is not None:
-            what, name = (
-                f"{operation} at {line} reads {_result(other)}, not {_result(source)}",
-                "another result",
-            )
+            what = f"{operation} at {line} reads {_result(other)}, not {_result(source)}"
+            name = "another result"
         else:
             what += f", {_result(source)} that ranks communicate"
         if (cause := self._relation(key)) is not None:
@@ -292,6 +293,17 @@ class Operations:
         name = name or "wrong communication"
         what += ": it is the first that is wrong, and gives the wrong numbers"
         return Cause(name, f"{what}; {WORDS[name]}{self._shown(found)}")
+
+    def _count(self, key: Key) -> Cause | None:
+        """The cause of a number of a rank's own samples, the same in each of its calls."""
+        parts: Parts = {}
+        for at, own in self.ranks.items():
+            first, *rest = [x for k, x in own.items() if _name(k) == _name(key)] or [torch.empty(0)]
+            if first.shape != self.right[key].shape or not all(torch.equal(first, x) for x in rest):
+                return None
+            parts[at] = first.double()
+        axes = (axis for axis in ("dp", "cp") if self.comparison.layout[axis] > 1)
+        return next(filter(None, (explain_count(self.right[key].double(), parts, a) for a in axes)), None)
 
     def _source_on_ranks(self, key: Key) -> Key | None:
         """The result that all ranks read in the place of one process's; None where none is equal."""
@@ -398,10 +410,8 @@ class Operations:
 
     def _is_kept(self, read: Key) -> bool:
         """True if ranks read what they have computed, as one process does."""
-        source = self.sources.get(read)
-        return source is not None and all(
-            source in own and torch.equal(own[read], own[source]) for own in self.traced.values()
-        )
+        source, every = self.sources.get(read), self.traced.values()
+        return all(source in own and torch.equal(own[read], own[source]) for own in every)
 
     def _adds_rows(self, key: Key) -> bool:
         """True if what ranks' results have too much is the same for all rows."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlm.verify.audit.compare import Comparison, Location, magnitude
-from mlm.verify.audit.parts import Coordinates, difference
+from mlm.verify.audit.parts import SPLIT_AXES, Coordinates, Parts, add_over, are_copies, difference
 from mlm.verify.audit.record import ADDEND, AXES, Cause, Key
 
 FIT = 1e-6
@@ -99,6 +99,21 @@ def cause_of(kind: str, found: Pattern | None, right: str = "") -> Cause | None:
     return Cause(name.format(**words), why.format(**words)) if name else None
 
 
+def explain_count(whole: Tensor, parts: Parts, axis: str) -> Cause | None:
+    """The cause of counts of replicas, or of numbers over them, where one process has that of all."""
+    size = 1 + max(at[SPLIT_AXES.index(axis)] for at in parts)
+    for over in ("", "1/"):
+        own, right = ({at: 1 / x for at, x in parts.items()}, 1 / whole) if over else (parts, whole)
+        total = next(iter(add_over(own, axis).values()))
+        for how, n in (("sum", 1), ("mean", size)):
+            if are_copies(parts, axis) or not difference(total / n, right) <= FIT * magnitude(right):
+                continue
+            *shown, its = (f"{over}{float(x.flatten()[0]):.6g}" for x in (*own.values(), right))
+            why = f"{', '.join(dict.fromkeys(shown))} in place of {its}: a count of this rank's"
+            return Cause("count of a rank", f"{why}, whose {how} over ranks is right; sum it over {axis}")
+    return None
+
+
 def pattern(comparison: Comparison, places: Sequence[Location]) -> Pattern | None:
     """The formula that explains all places; None without any."""
     if found := _mixture(comparison, places):
@@ -180,9 +195,8 @@ def factors_of(
             own = {who: x for who, x in addends.items() if place.match.regions.get(who[0][1:]) == region}
             if not own or any(x.shape != pair[0].shape for x in own.values()):
                 return {}
-            columns, sides = (
-                torch.stack([x.double().flatten() for x in xs], 1) for xs in (own.values(), pair)
-            )
+            both = own.values(), pair
+            columns, sides = (torch.stack([x.double().flatten() for x in xs], 1) for xs in both)
             unit = place.largest * max(FIT, 10 * place.limit)
             systems.setdefault(((place.stage, *at), tuple(own)), []).append([columns / unit, sides / unit])
     factors: dict[Factor, float] = {}

@@ -36,7 +36,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
     traced: Traced = {at[1:]: record.tensors for at, record in ranks.items() if at[0] == place.stage}
     advance(recorder, place.key.step)
     state, record, note, start = State(recorder), recorder.record, recorder.note, time.process_time()
-    sources = trace(recorder, place).sources
+    own, sources = traced, trace(recorder, place).sources
     limit = time.process_time() + MOST_STEPS * (time.process_time() - start)
     right = dict(record.tensors)
     kind = place.key.kind
@@ -54,6 +54,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, place: Location, 
         if not traced or not all(wrong & {*own} for own in traced.values()):
             return
     operations = Operations(comparison, right, sources, traced)
+    operations.ranks = own
     # what is right must not pass for what is wrong, as a loss between those of replicas would
     blind = {
         how
