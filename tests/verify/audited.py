@@ -59,16 +59,21 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        if self.mistake != "backward":
+        if self.mistake not in ("backward", "mixed"):
             y = Reduce.apply(y, self.group, False)
+        shared = y
         width = self.up.weight.shape[0] if self.mistake == "width" else 2 * HIDDEN
         y = self.up(y) / width
         if self.mistake == "statistics":
             y = (y - y.mean(-1, keepdim=True)) / y.var(-1, keepdim=True).sqrt()
         if self.mistake == "slice":  # each rank needs a column of the other
             y = OwnSlice.apply(y, self.group).roll(1, -1).chunk(self.group.size(), -1)[self.group.rank()]
+        if self.mistake == "mixed":
+            y = y * self.up(shared)
         y = self.down(y.tanh())
-        return x + (y if self.mistake == "forward" else Reduce.apply(y, self.group, True))
+        y = x + (y if self.mistake == "forward" else Reduce.apply(y, self.group, True))
+        # a replicated branch, which should read what no operator f has copied, or f is missing
+        return y + shared.square() if self.mistake in ("mixed", "doubled") else y
 
 
 def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-def]
@@ -113,8 +118,19 @@ def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-d
     )
 
 
-MISTAKES = "forward", "backward", "replicas", "norm", "loss", "width", "statistics", "slice"
-forward, backward, replicas, norm, loss, width, statistics, slice_ = (
+MISTAKES = (
+    "forward",
+    "backward",
+    "replicas",
+    "norm",
+    "loss",
+    "width",
+    "statistics",
+    "slice",
+    "mixed",
+    "doubled",
+)
+forward, backward, replicas, norm, loss, width, statistics, slice_, mixed, doubled = (
     partial(build, mistake=m) for m in MISTAKES
 )
 

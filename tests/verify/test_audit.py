@@ -107,7 +107,7 @@ def test_replicas_that_skip_other_samples_are_right() -> None:
 @pytest.mark.parametrize(
     ("mistake", "layout", "place", "cause"),
     slow_but(
-        {1, 3, 6, 8, 9},
+        {1, 3, 6, 8, 10, 11},
         [
             ("forward", {"tp": 2}, "0", "missing all-reduce"),
             ("backward", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
@@ -118,6 +118,8 @@ def test_replicas_that_skip_other_samples_are_right() -> None:
             ("statistics", {"tp": 2}, "0.down", "local statistics"),
             ("slice_", {"tp": 2}, "1", "missing all-reduce of a gradient"),
             ("slice_of_micro_batches", {"tp": 2}, "1", "missing all-reduce of a gradient"),
+            ("mixed", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
+            ("doubled", {"tp": 2}, "1.norm", "doubled all-reduce of a gradient"),
             ("crossed_micro_batches", {"dp": 2}, "1", "other micro-batches"),
             ("other_heads", {"tp": 4}, "weight", "parts on other ranks"),
             ("paired_heads", {"tp": 2}, "out", "depends on the layout"),

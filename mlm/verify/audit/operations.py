@@ -17,6 +17,7 @@ from mlm.verify.audit.parts import (
     Match,
     Parts,
     Placement,
+    are_copies,
     difference,
     fill,
     match,
@@ -349,6 +350,8 @@ class Operations:
         wrong = [k for k in others if reads[k] == "wrong"][:1]
         what = f"{_result(key)} is the first that is wrong, and gives the wrong numbers"
         name = self._name_of_values(key)
+        if how == SUM and (mixed := self._explain_mixed(key)) is not None:
+            return mixed
         if how == SUM:
             name = "bias added on every rank" if self._adds_rows(key) else "wrong sum"
         elif not name and addends and not self.other_numbers(key):
@@ -412,6 +415,22 @@ class Operations:
         """True if ranks read what they have computed, as one process does."""
         source, every = self.sources.get(read), self.traced.values()
         return all(source in own and torch.equal(own[read], own[source]) for own in every)
+
+    def _explain_mixed(self, key: Key) -> Cause | None:
+        """The cause of a sum of what is right on each rank, and of what each has an addend of."""
+        reads = {self.status(k).word: k for k in self.of_operation(key, READ)}
+        if reads.keys() != {"right", "addends"}:
+            return None
+        _, line, operation = key.name.split("|")
+        copy, part = (_result(self.sources.get(k, k)) for k in (reads["right"], reads["addends"]))
+        axis = self.status(reads["addends"]).match.sums[0]  # type: ignore[union-attr]
+        why = f"{operation} at {line} adds {copy}, right on each {axis} rank, and {part}, addends of ranks: "
+        of = " of a gradient" if BACKWARD in key.name else ""
+        if all(are_copies(self.parts(k), axis) for k in self.right if k.kind in KINDS):
+            after = " (read its tensor before operator f)" if of else ""
+            why += f"summed over {axis}, the first counts on each rank; add it after the sum{after}"
+            return Cause(f"doubled all-reduce{of}", why)
+        return Cause(f"missing all-reduce{of}", f"{why}sum the latter over {axis} before")
 
     def _adds_rows(self, key: Key) -> bool:
         """True if what ranks' results have too much is the same for all rows."""
