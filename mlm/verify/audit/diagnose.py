@@ -229,7 +229,8 @@ def _explain_loss(comparison: Comparison, place: Location, _: Sequence[Location]
     cause = _gathered(comparison, place) or _of_all_gradients(comparison, place.key.step)
     if cause is None and not _has_outputs(comparison):
         why = (
-            "look at sums over tp and cp, the order of qkv rows, positions, masks, routers, replicas' samples"
+            "look at sums over tp and cp, the order of qkv rows, positions, dropout masks, routers and their "
+            "capacity, and which samples each replica reads"
         )
         cause = Cause("forward pass", why)
     if cause is None and (found := pattern(comparison, [place])) and found.name in ("times", "divided"):
