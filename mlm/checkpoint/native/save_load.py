@@ -232,8 +232,7 @@ def load_checkpoint(
     the way into the tensors; the others of each file by one rank.
 
     A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`, and a wanted one that
-    it lacks always. `cast` converts between floating dtypes. `config` is this run's, used to name the
-    settings that differ from `state["config"]`.
+    it lacks always. `cast` converts between floating dtypes. `config` is this run's, for messages.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
     CorruptFileError when a file is damaged, CheckpointError when one cannot be read, LostPeer if a rank does
