@@ -111,11 +111,10 @@ def __getattr__(name: str) -> Any:
     """Import a name of `__all__` when it is first used."""
     for module, names in _MODULES.items():
         if name in names:
-            found = globals()[name] = getattr(import_module(module), name)
-            return found
+            value = globals()[name] = getattr(import_module(module), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module with the lazy ones."""
     return sorted({*globals(), *__all__})

@@ -25,15 +25,10 @@ from mlm.data.conversation import make_conversation
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
-from mlm.inference.config import Sampling, as_declared
-from mlm.inference.generation import before_stop, ends_at, generate
+from mlm.inference.config import Sampling, resolve_sampling
+from mlm.inference.generation import generate, stop_check, truncate_at_stop
 from mlm.inference.scoring import rolling_windows, score
-from mlm.inference.trained import (
-    LoadedModel,
-    load_trained,
-    open_for_layout,
-    prediction_problem,
-)
+from mlm.inference.trained import LoadedModel, load_trained, open_for_layout, prediction_problem
 from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
@@ -53,12 +48,12 @@ log = logging.getLogger(__name__)
 Text = TypeVar("Text", str, list[str])
 FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
-NAMES = {
+FORMAT_BY_NAME = {
     name: short
     for short in FORMATS
     for name in (short, DTYPES[short], str(DTYPES[short]), str(DTYPES[short]).removeprefix("torch."))
 }
-"""Names of number formats, and torch's objects, by the name in settings."""
+"""Each of FORMATS by its names: in settings, as torch's dtype, and as torch prints that."""
 
 
 def load(
@@ -95,10 +90,7 @@ def load(
     if ctx.cp.size > 1:
         raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    try:
-        source = open_for_layout(name, layout)
-    except UserError as error:
-        raise ConfigError(line.removeprefix("ckpt=") for line in error.problems) from error
+    source = open_for_layout(name, layout)
     trained = load_trained(source, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
@@ -112,10 +104,10 @@ def load(
 def _precision(value: object) -> str:
     """Return the name of a number format in settings. Raises UserError."""
     try:
-        return NAMES[value]  # type: ignore[index]
+        return FORMAT_BY_NAME[value]  # type: ignore[index]
     except (KeyError, TypeError):
-        known = f"use {', '.join(FORMATS)}"
-        raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=known) from None
+        fix = f"use {', '.join(FORMATS)}"
+        raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=fix) from None
 
 
 def _check_batch_size(value: object) -> None:
@@ -134,7 +126,7 @@ def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
 
 
 def _listed(key: str, value: str | Sequence[str]) -> list[str]:
-    """Return a text, or several, as a list. Raises TypeError, UserError for half a surrogate pair."""
+    """Return a text or texts as a list. Raises TypeError; UserError for half a surrogate pair."""
     texts = list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise TypeError(f"{key}: {type_of(wrong[0])}, not a str or a list of str")
@@ -144,7 +136,7 @@ def _listed(key: str, value: str | Sequence[str]) -> list[str]:
 
 
 class Model:
-    """A trained model, or this rank's part of one: `load` returns it.
+    """A trained model, or this rank's part of one, as `load` returns it.
 
     Under torchrun every rank calls a method with the same arguments, and gets the same result.
 
@@ -154,8 +146,8 @@ class Model:
         device: `torch.device` of this rank's weights.
         dtype: `torch.dtype` of weights and activations.
         ctx: Process groups.
-        chunks: This rank's modules, in eval mode: the whole model if tp = pp = 1.
-        trained: The model as commands hold it, with the settings and the manifest it was saved with.
+        chunks: This rank's modules, in eval mode: the full model if tp = pp = 1.
+        trained: The `LoadedModel`, with its settings and manifest.
         tokenizer: `encode` and `decode`; read when first used.
     """
 
@@ -192,26 +184,26 @@ class Model:
         special_tokens: bool = False,
         **options: Any,
     ) -> Text:
-        """Return the continuation of a prompt, or of each of several, without the prompt.
+        """Return the continuation of a prompt, or of each prompt of a list, without the prompt.
 
-        Of a list, prompt i draws what line i of a file draws in `mlm generate`: repeat a prompt to get
-        several samples. The text comes after what the tokenizer itself puts before one, as in `transformers`,
-        and ends at any end that the model declares.
+        Prompt i of a list draws like line i of a file in `mlm generate`: repeat a prompt to get several
+        samples. The tokenizer's opening tokens precede each prompt, as in `transformers`; a continuation
+        ends at any end token that the model declares.
 
         Args:
             prompt: Text, or texts; an empty one begins a document.
             stop: Strings that end a continuation, which is truncated before the first of them.
-            special_tokens: Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens.
-            options: Options of sampling, with the names and defaults of `mlm generate` (SamplingOptions in
-                mlm/inference/config.py): max_new_tokens, temperature, top_k, … What is drawn depends on
-                neither the layout nor batch_size.
+            special_tokens: Encode names of special tokens in a prompt, such as <|endoftext|>, as such tokens.
+            options: Sampling options, with the names and defaults of `mlm generate` (SamplingOptions in
+                mlm/inference/config.py): max_new_tokens, temperature, top_k, … Draws depend on neither the
+                layout nor batch_size.
         """
         prompts = _listed("prompt", prompt)
         if not isinstance(special_tokens, bool):
             raise TypeError(f"special_tokens: {type_of(special_tokens)}; pass True or False")
         self._check_predicts_tokens(causal=True)
         tokenizer = self.tokenizer
-        sampling = as_declared(tokenizer.declared.generation, options)
+        sampling = resolve_sampling(tokenizer.declared.generation, options)
         stops = _stops(sampling, stop)
         ids = [tokenizer.encode_prompt(text, special_tokens=special_tokens) for text in prompts]
         texts = self._continue(ids, sampling, stops, tokenizer.end_ids)
@@ -226,55 +218,56 @@ class Model:
         stop: str | Sequence[str] = (),
         **options: Any,
     ) -> Any:
-        """Return the answer to a conversation, or to each of several, as `mlm generate chat=true` does.
+        """Return the answer to a conversation, or to each conversation of a list.
 
         `messages` is the text of one message of the user, or a list of messages such as {"role": "user",
-        "content": "…"}; of several conversations a list of those. The tokenizer's chat template, or the Jinja
-        file `chat_template`, makes text of them and of `tools`, descriptions of functions; the token that
-        ends an answer in it, or in a model folder's generation_config.json, ends this one. Names of special
-        tokens in messages are letters. `options` are `generate`'s: max_new_tokens, temperature, …
+        "content": "…"}, or a list of such lists. The tokenizer's chat template, or the Jinja file
+        `chat_template`, renders them and `tools`, descriptions of functions. An answer ends at the template's
+        end of a turn, or at an end token of generation_config.json. Names of special tokens in messages are
+        plain characters. `options` are those of `generate`: max_new_tokens, temperature, …
 
         Raises:
             UserError: There is no template, or it cannot render the messages.
         """
         self._check_predicts_tokens(causal=True)
         tokenizer = self.tokenizer
-        sampling = as_declared(tokenizer.declared.generation, options)
+        sampling = resolve_sampling(tokenizer.declared.generation, options)
         stops = _stops(sampling, stop)
         file = None if chat_template is None else path_argument("chat_template", chat_template)
         template = self.trained.source.load_chat_template(
             file, self._named_tokenizer, tokenizer, key="chat_template"
         )
-        several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
+        is_batch = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
         ids = []
         try:
-            for talk in messages if several else [messages]:
-                turns = [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
+            for turns in messages if is_batch else [messages]:
+                turns = [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
                 conversation = make_conversation({"tools": tools}, turns)
                 ids.append(encode_prompt(conversation, tokenizer, template))
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
         answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer))
-        return answers if several else answers[0]
+        return answers if is_batch else answers[0]
 
     def _continue(
-        self, ids: Sequence[list[int]], options: Sampling, stops: Sequence[str], ends: Collection[int]
+        self, ids: Sequence[list[int]], options: Sampling, stops: Sequence[str], end_ids: Collection[int]
     ) -> list[str]:
-        """Return the text after each sequence of tokens, up to one of `ends` or before one of `stops`."""
-        tokenizer, most = self.tokenizer, self.config.max_positions
+        """Return the text after each prompt's tokens, up to one of `end_ids` or before one of `stops`."""
+        tokenizer, longest = self.tokenizer, self.config.max_positions
         for number, tokens in enumerate(ids):
-            if len(tokens) > most:
-                log.warning("prompt %d: of its %d tokens the last %d are read", number, len(tokens), most)
-        new = generate(self.trained, ids, options, ctx=self.ctx, eod_id=ends, until=ends_at(tokenizer, stops))
-        return [before_stop(tokenizer.decode(tokens), stops) for tokens in new]
+            if len(tokens) > longest:
+                log.warning("prompt %d: of its %d tokens the last %d are read", number, len(tokens), longest)
+        until = stop_check(tokenizer, stops)
+        new = generate(self.trained, ids, options, ctx=self.ctx, end_ids=end_ids, until=until)
+        return [truncate_at_stop(tokenizer.decode(tokens), stops) for tokens in new]
 
     def logits(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits at each token: int64 [B, S] -> [B, S, V], on every rank.
 
-        For a GPT-2, of the token after it; for a BERT, of its masked-LM head for the token itself,
-        in sequences of one segment that begin and end with the special tokens it was trained with. All
-        sequences have S tokens. float32 (float64 for precision=fp64), on the model's device, without
-        gradients. V is the vocabulary without padding.
+        A GPT-2 predicts the next token. A BERT predicts the token itself by its masked-LM head, in sequences
+        of one segment with the special tokens it was trained with. All sequences have S tokens. float32
+        (float64 for precision=fp64), on the model's device, without gradients. V is the vocabulary without
+        padding.
         """
         self._check_predicts_tokens()
         batch = self._batch(tokens)
@@ -283,10 +276,10 @@ class Model:
             return cast(GPT2, chunk).logits(batch.tokens, x)
 
         model, pp, size = self.trained.model, self.ctx.pp, self.config.vocab_size
-        computed = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
-        if not computed:  # on other stages than the last
-            computed = [batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))]
-        return broadcast(computed[0], pp, pp.size - 1)
+        outputs = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
+        if not outputs:  # on all stages but the last
+            outputs = [batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))]
+        return broadcast(outputs[0], pp, pp.size - 1)
 
     def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
@@ -295,11 +288,11 @@ class Model:
             tokens = torch.as_tensor(tokens)
         except (RuntimeError, TypeError, ValueError) as error:
             raise TypeError(f"tokens: not int64 [B, S] ({error}); use torch.tensor([ids])") from error
-        given = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        form = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         if not tokens.numel():
-            raise UserError(f"tokens: an empty batch, {given}; give a sequence of one token or more")
+            raise UserError(f"tokens: an empty batch, {form}; give a sequence of one token or more")
         if tokens.dtype != torch.int64 or tokens.dim() != 2:
-            raise UserError(f"tokens: {given}, not int64 [B, S]; use torch.tensor([ids])")
+            raise UserError(f"tokens: {form}, not int64 [B, S]; use torch.tensor([ids])")
         if tokens.shape[1] > longest:
             raise UserError(
                 f"tokens: S={tokens.shape[1]} is more than max_positions={longest}; truncate them"
@@ -315,12 +308,12 @@ class Model:
     def score(self, texts: list[str], *, batch_size: int = ...) -> list[float]: ...
 
     def score(self, texts: str | list[str], *, batch_size: int = 8) -> float | list[float]:
-        """Return the log-likelihood in nats of a document, or of each of several.
+        """Return the log-likelihood in nats of a document, or of each document of a list.
 
         It is the sum over the document's tokens of log p(token | tokens before it). The first is predicted
         after the tokenizer's `prefix_id`, which is not scored. A document of more than max_positions tokens
-        is scored in windows of that many, each token once: a window begins after the last token of the one
-        before, which is its context, and the last is moved back to be full. Equal to lm-eval's
+        is scored in windows of max_positions, each token once: a window has the last token of the window
+        before as its context, and the last window is moved back to be full. Equal to lm-eval's
         `loglikelihood_rolling`. An empty document has 0.
 
         Args:
@@ -340,18 +333,18 @@ class Model:
         return sums[0] if isinstance(texts, str) else sums
 
     def predict(self, texts: Any, *, batch_size: int = 8) -> Any:
-        """Return a finetuned model's answer to a text, or to each of several.
+        """Return a finetuned model's answer to a text, or to each text of a list.
 
         A text is a str; for a task of several columns a tuple in the order of its `columns`, or a dict by
-        column: of kind choice {"article": …, "question": …, "options": […]}. A tuple or a dict is one, a list
-        is several. An answer is
+        column, for kind choice {"article": …, "question": …, "options": […]}. The type of an answer depends
+        on the kind of task:
 
-        - of kinds classification and choice {"label": name, "probabilities": {name: share}},
-        - of kind regression a float,
-        - of kind span the words, "" for no answer,
-        - of a custom kind the value of its prediction.
+        - classification, choice: {"label": name, "probabilities": {name: share}}
+        - regression: a float
+        - span: the words, "" for no answer
+        - a custom kind: the value of its prediction
 
-        They equal `mlm eval TASK`'s. A text that is too long is truncated as in training.
+        Answers equal the predictions of `mlm eval TASK`. A text that is too long is truncated as in training.
 
         Args:
             texts: Text, or a list of them.
@@ -365,7 +358,7 @@ class Model:
     def _check_predicts_tokens(self, *, causal: bool = False) -> None:
         """Raise UserError unless the model predicts tokens; with `causal` the next one."""
         if problem := prediction_problem(str(self.path), self.config, causal=causal):
-            raise UserError(problem.removeprefix("ckpt="))
+            raise UserError(problem)
 
 
 def import_hf(
@@ -384,8 +377,8 @@ def import_hf(
         out: Run directory to write, a new folder.
         base: Model that adapters were trained on; None takes the one that their folder names.
         revision: Branch, tag or commit on the Hub.
-        verify: Compare logits with those of `transformers`, and write nothing where they differ. Those of
-            adapters are not compared.
+        verify: Compare logits with `transformers`, and write nothing where they differ. Adapters are not
+            compared.
 
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
@@ -416,9 +409,8 @@ def export_hf(
         ckpt: Run directory (its latest checkpoint; of a finetuned run the best) or checkpoint (step-…).
         out: Folder to write, a new one.
         max_file_gb: Largest .safetensors file, in 10^9 bytes.
-        verify: Compare logits with those of `transformers`, and write nothing where they differ.
-        merge: Of a run with adapters, add them to the weights of their base; else they are written alone, as
-            `peft` loads them.
+        verify: Compare logits with `transformers`, and write nothing where they differ.
+        merge: Add adapters to the weights of their base; else they are written alone, as `peft` loads them.
 
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.

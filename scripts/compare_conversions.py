@@ -28,7 +28,7 @@ from mlm.cli.convert.run import preflight_export_gguf, run_export_gguf
 from mlm.cli.convert.settings import ExportGGUFConfig
 from mlm.convert.gguf.export import LlamaCpp
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.config import as_declared
+from mlm.inference.config import resolve_sampling
 from mlm.inference.generation import generate
 from mlm.util.errors import UserError
 
@@ -65,9 +65,9 @@ def their_texts(model: Any, folder: Path) -> list[list[int]]:
 def our_texts(folder: Path) -> list[list[int]]:
     model = mlm.load(folder)
     tokenizer = model.tokenizer
-    options = as_declared(tokenizer.declared.generation, {"max_new_tokens": NEW})
+    options = resolve_sampling(tokenizer.declared.generation, {"max_new_tokens": NEW})
     prompts = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
-    return generate(model.trained, prompts, options, ctx=model.ctx, eod_id=tokenizer.end_ids)
+    return generate(model.trained, prompts, options, ctx=model.ctx, end_ids=tokenizer.end_ids)
 
 
 def difference(found: Tensor, wanted: Tensor) -> str:

@@ -119,12 +119,12 @@ class ChatSession:
 
     def __init__(self, model: "Model", template: "ChatTemplate", config: ChatConfig) -> None:
         from mlm.data.chat_tokens import end_of_turn_tokens
-        from mlm.inference.config import as_declared
+        from mlm.inference.config import resolve_sampling
 
         self.model, self.template = model, template
         self.ends = end_of_turn_tokens(template, model.tokenizer)
         typed = {option.name: getattr(config, option.name) for option in fields(SamplingOptions)}
-        self.sampling = as_declared(model.tokenizer.declared.generation, typed)
+        self.sampling = resolve_sampling(model.tokenizer.declared.generation, typed)
         self.messages: list[dict[str, Any]] = []
         self.turns, self.saved = 0, dict[Path, bytes]()
         self.begin(config.system)
@@ -187,7 +187,7 @@ class ChatSession:
             [ids],
             self.sampling,
             ctx=self.model.ctx,
-            eod_id=self.ends,
+            end_ids=self.ends,
             numbers=[self.turns],  # the same question again draws another answer
         )
         try:

@@ -48,15 +48,15 @@ class SamplingOptions:
     min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Fewest tokens to generate before the end-of-document token is allowed."""
     temperature: Annotated[float | None, NOT_NEGATIVE] = None
-    """Divides the logits; 0 takes the most probable token. Of this and the next four, null takes what the
-    model's generation_config.json declares, else 0.8."""
+    """Divides the logits; 0 takes the most probable token. For this and the next four, null takes the value
+    of the model's generation_config.json, else 0.8."""
     top_k: Annotated[int | None, NOT_NEGATIVE, OnlyIf("temperature", or_null=True)] = None
     """Sample among this many most probable tokens; 0 means all; null as declared, else 0."""
     top_p: Annotated[float | None, PROBABILITY, OnlyIf("temperature", or_null=True)] = None
     """Sample among the fewest most probable tokens whose probabilities reach this sum; null as declared, else
     1."""
     repetition_penalty: Annotated[float | None, POSITIVE] = None
-    """Divides the logits of tokens that the text holds already, and multiplies those below 0
+    """Divides the logits of tokens that occur in the text, and multiplies logits below 0
     (arXiv:1909.05858, section 4.1); 1 changes none; null as declared, else 1."""
     no_repeat_ngram_size: Annotated[int | None, NOT_NEGATIVE] = None
     """No run of this many tokens occurs twice in a text, its prompt included; 0 allows all; null as declared,
@@ -76,7 +76,7 @@ class Sampling(SamplingOptions):
     no_repeat_ngram_size: int = 0
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value of a wrong type, else of each that is out of range."""
+        """Return the problems of values of a wrong type; without any, of values out of range."""
         wrong = list[Problem]()
         for option in fields(self):
             value, is_integer = getattr(self, option.name), TYPES[option.name] is Integral
@@ -120,7 +120,7 @@ def declared_sampling(generation: Mapping[str, Any]) -> dict[str, int | float]:
     return defaults | declared if samples is True else declared
 
 
-def as_declared(generation: Mapping[str, Any], typed: Mapping[str, Any]) -> Sampling:
-    """Return sampling settings: as typed if not None, else as declared, else the defaults of `Sampling`."""
-    given = {key: value for key, value in typed.items() if value is not None}
-    return Sampling(**declared_sampling(generation) | given)
+def resolve_sampling(generation: Mapping[str, Any], typed: Mapping[str, Any]) -> Sampling:
+    """Return the typed options that are not None, else the declared ones, else the defaults of `Sampling`."""
+    options = {key: value for key, value in typed.items() if value is not None}
+    return Sampling(**declared_sampling(generation) | options)

@@ -18,13 +18,13 @@ from mlm.inference.config import Sampling
 from mlm.util.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
-"""In place of a token where the logits are not finite."""
+"""Returned for a token whose logits are not finite."""
 SHORT_LIST = 512
-"""Tokens that top_p considers before it sorts the vocabulary, which takes fifty times as long."""
+"""Most probable tokens that top_p tries before it sorts the vocabulary, which takes fifty times as long."""
 
 
 def uniforms(seed: int, numbers: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """Draws in [0, 1) of sequences `numbers[b]` for their tokens at `positions[b]`."""
+    """Return draws in [0, 1) for the token at `positions[b]` of sequence `numbers[b]`: [B]."""
     return uniform(draw(draw(root(seed), np.array(numbers)), np.array(positions)))
 
 
@@ -33,13 +33,13 @@ def next_tokens(
     numbers: Sequence[int],
     positions: Sequence[int],
     options: Sampling,
-    eod_id: int | Collection[int] | None,
+    end_ids: Collection[int] = (),
     texts: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are not finite.
+    """Return a token for each text from logits [B, V], which are overwritten; NOT_FINITE for NaN or infinity.
 
-    `texts` holds the tokens of each text so far, prompt included, for the options that look at them. Of equal
-    logits the one with the lowest id is the most probable.
+    `texts` holds the tokens of each text so far, prompt included: penalties need them. Of equal logits the
+    lowest id is the most probable. `end_ids` are not drawn before min_new_tokens.
     """
     penalty, size = options.repetition_penalty, options.no_repeat_ngram_size
     for row, text in zip(logits, texts, strict=penalty != 1 or size > 0):
@@ -48,18 +48,16 @@ def next_tokens(
             ids = torch.tensor(sorted(set(text)))
             row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
         if size:
-            # tokens after which the last `size` tokens would occur twice
+            # tokens with which the last `size` tokens would occur a second time
             start = text[max(0, len(text) - size + 1) :]
             windows = range(len(text) - size + 1)
             repeats = {text[n + size - 1] for n in windows if text[n : n + size - 1] == start}
             if len(repeats) < len(row):
                 row[list(repeats)] = -math.inf
-    if (ends := list(end_tokens(eod_id))) and any(
-        position < options.min_new_tokens for position in positions
-    ):
-        early = torch.tensor([position < options.min_new_tokens for position in positions])
-        logits[early.nonzero(), torch.tensor(ends)] = -math.inf
-    best = logits.argmax(-1)  # a NaN's, if there is one
+    early = [[row] for row, position in enumerate(positions) if position < options.min_new_tokens]
+    if early and end_ids:
+        logits[torch.tensor(early), torch.tensor(list(end_ids))] = -math.inf
+    best = logits.argmax(-1)  # the index of a NaN, if there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist()
     if options.temperature:
@@ -69,13 +67,8 @@ def next_tokens(
     return [token if finite else NOT_FINITE for token, finite in choices]
 
 
-def end_tokens(eod_id: int | Collection[int] | None) -> Collection[int]:
-    """Return the tokens that end a text, given as one, several, or None."""
-    return () if eod_id is None else (eod_id,) if isinstance(eod_id, int) else eod_id
-
-
 def choose(logits: Tensor, chance: float, options: Sampling) -> int:
-    """The token of [V] where the summed probabilities, in the order of ids, pass `chance`, in float64.
+    """Return the token of logits [V] at which the probabilities, summed by id in float64, pass `chance`.
 
     top_k applies first, then top_p to the remaining tokens.
     """
@@ -88,12 +81,12 @@ def choose(logits: Tensor, chance: float, options: Sampling) -> int:
     if options.top_p < 1:
         for count in (min(SHORT_LIST, len(p)), len(p)):
             largest, indices = p.topk(count)
-            before = largest.cumsum(-1) - largest  # mass of the better ones: none before the best
+            before = largest.cumsum(-1) - largest  # mass of more probable tokens: 0 for the best
             enough = int((before < options.top_p).sum())
             if enough < count:
                 break
-        p, kept = largest[:enough], indices[:enough]
-        ids = kept if ids is None else ids[kept]
+        p, indices = largest[:enough], indices[:enough]
+        ids = indices if ids is None else ids[indices]
     if ids is not None:
         ids, order = ids.sort()
         p = p[order]

@@ -31,12 +31,12 @@ from mlm.util.files import digest_bytes
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, and what it was loaded from."""
+    """A model and its source."""
 
     model: PipelinedModel
     source: Source
     manifest: Manifest
-    """For a model folder a substitute with step 0 and the digest of its files."""
+    """For a model folder a stub with step 0 and the digest of its files."""
 
     @property
     def config(self) -> PretrainConfig:
@@ -48,7 +48,7 @@ class LoadedModel:
         return self.source.path
 
     def facts(self, *packages: str) -> dict[str, Any]:
-        """Return the entries of a result on the model, and the versions of the software."""
+        """Return a result's entries on the model and on the versions of the software."""
         return {
             "checkpoint": str(self.path),
             "checkpoint_digest": self.manifest.digest,
@@ -67,7 +67,7 @@ def load_trained(
 ) -> LoadedModel:
     """Build the model of a source and load its weights. Collective over all ranks.
 
-    Of `parallel` only the sizes matter.
+    Of `parallel` only tp, pp and vp are used.
     """
     if ctx.device.type == "cpu":
         reuse_large_blocks()
@@ -76,7 +76,7 @@ def load_trained(
     model = PipelinedModel(source.model, layout, precision, ctx)
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     manifest = fill_parameters(shards, source, ctx)
-    # nothing changes them any more: each token of a continuation would cast them again
+    # the weights are final: without this, each token of a continuation would cast them again
     model.casts.cast_for_step(trains=False)
     return LoadedModel(model, source, manifest)
 
@@ -95,7 +95,7 @@ def open_for_layout(ckpt: str, parallel: ParallelConfig) -> Source:
 
 
 def open_predictor(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) -> Source:
-    """As `open_for_layout`, for a model that must predict tokens, with `causal` the next one."""
+    """Open a source as `open_for_layout`; raise UserError unless it predicts tokens, if `causal` the next."""
     source = open_for_layout(ckpt, parallel)
     if problem := prediction_problem(ckpt, source.model, causal=causal):
         raise UserError(problem)
@@ -103,7 +103,7 @@ def open_predictor(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) 
 
 
 def prediction_problem(ckpt: str, model: ModelConfig, *, causal: bool) -> str | None:
-    """Problem of a model that does not predict tokens, or not the next one if it has to be `causal`."""
+    """Return the problem of a model that predicts no tokens, or if `causal` not the next one."""
     if causal and not family_of(model.kind).causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 or "
@@ -118,7 +118,7 @@ def prediction_problem(ckpt: str, model: ModelConfig, *, causal: bool) -> str | 
 
 
 def result_identity(result: Mapping[str, Any]) -> str:
-    """Return the digest of an evaluation's inputs: checkpoint, tokenizer, number format, and texts."""
+    """Return the digest of an evaluation's inputs: checkpoint, tokenizer, precision and texts."""
     keys = ("task", "split", "protocol", "digest", "seq_length", "stride", "max_length")
     entries = [entry for entry in result.get("results", []) if isinstance(entry, dict)]
     model = [result.get(key) for key in ("checkpoint_digest", "tokenizer_digest", "precision")]
@@ -126,7 +126,7 @@ def result_identity(result: Mapping[str, Any]) -> str:
 
 
 def window_length(seq_length: int | None, trained: PretrainConfig) -> int:
-    """Tokens that the model reads at a time: as typed, else as in its training. Raises UserError."""
+    """Return the context length in tokens: as typed, else as in training. Raises UserError."""
     positions = trained.model.max_positions
     length = min(trained.data.seq_length, positions) if seq_length is None else seq_length
     if length > positions:

@@ -63,7 +63,7 @@ def read_until_closed(ctx: ParallelContext, folder: Path) -> int:
     tokens = list[int]()
     options = Sampling(max_new_tokens=20)
     for _, token in continuations(
-        trained, [[5, 6]], options, ctx=ctx, eod_id=None, should_stop=lambda: ctx.is_main and len(tokens) > 2
+        trained, [[5, 6]], options, ctx=ctx, should_stop=lambda: ctx.is_main and len(tokens) > 2
     ):
         tokens.append(token or 0)
     return len(tokens)

@@ -48,7 +48,7 @@ def trained(model: GPT2LMHeadModel) -> LoadedModel:
 
 def ours(trained: LoadedModel, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
     texts = prompts() if texts is None else texts
-    return generate(trained, texts, options, **({"ctx": shape_context(), "eod_id": None} | how))
+    return generate(trained, texts, options, **({"ctx": shape_context()} | how))
 
 
 def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> list[list[int]]:
@@ -100,7 +100,9 @@ def test_draws_do_not_depend_on_what_shares_the_batch(trained: LoadedModel) -> N
     whole = ours(trained, DRAWN)
     assert len({tuple(tokens) for tokens in whole}) == len(whole)
     some = [prompts()[i] for i in (3, 1)]
-    assert ours(trained, DRAWN, some, numbers=[3, 1]) == [whole[3], whole[1]]
+    chosen = list(continuations(trained, some, DRAWN, ctx=shape_context(), numbers=[3, 1]))
+    drawn = [[token for index, token in chosen if index == n and token is not None] for n in (0, 1)]
+    assert drawn == [whole[3], whole[1]]
 
 
 def test_each_token_is_drawn_from_the_logits_of_transformers_at_its_place(
@@ -139,7 +141,7 @@ def test_a_text_ends_before_its_end_token_or_where_until_says(trained: LoadedMod
     end = whole[2][4]
     want = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
     assert want != whole
-    assert ours(trained, GREEDY, eod_id=end) == want
+    assert ours(trained, GREEDY, end_ids=[end]) == want
     whole = ours(trained, GREEDY)
     got = ours(trained, GREEDY, until=lambda i, tokens: len(tokens) == i + 1)
     assert got == [tokens[: i + 1] for i, tokens in enumerate(whole)]
@@ -152,7 +154,7 @@ def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     wanted = iter([True, True, False])
     leave = (lambda: not next(wanted)) if ctx.is_main else (lambda: False)
     some = prompts()[:2]
-    return list(continuations(trained, some, GREEDY, ctx=ctx, eod_id=None, should_stop=leave))
+    return list(continuations(trained, some, GREEDY, ctx=ctx, should_stop=leave))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

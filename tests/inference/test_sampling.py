@@ -20,7 +20,7 @@ EOD = 1
 def drawn(**changes: Any) -> set[int]:
     """Every token that 300 draws give."""
     options = replace(PLAIN, **changes)
-    return {next_tokens(LOGITS.clone().unsqueeze(0), [0], [place], options, None)[0] for place in range(300)}
+    return {next_tokens(LOGITS.clone().unsqueeze(0), [0], [place], options)[0] for place in range(300)}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_tokens_are_drawn_as_often_as_softmax_says() -> None:
     rows = LOGITS.expand(4, -1)
     seen = np.zeros(4)
     for place in range(count):
-        for token in next_tokens(rows.clone(), range(4), [place] * 4, options, None):
+        for token in next_tokens(rows.clone(), range(4), [place] * 4, options):
             seen[token] += 1
     expected = torch.softmax(LOGITS.double() / 0.8, -1).numpy() * seen.sum()
     assert ((seen - expected) ** 2 / expected).sum() < 16.27
@@ -102,7 +102,7 @@ def test_a_draw_is_a_function_of_seed_text_and_place() -> None:
 def test_the_end_is_not_drawn_before_min_new_tokens(temperature: float) -> None:
     options = replace(PLAIN, temperature=temperature, top_k=1, min_new_tokens=2)
     rows = LOGITS.expand(3, -1).clone()
-    assert next_tokens(rows, [0, 0, 0], [0, 1, 2], options, EOD) == [2, 2, EOD]
+    assert next_tokens(rows, [0, 0, 0], [0, 1, 2], options, [EOD]) == [2, 2, EOD]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -110,7 +110,7 @@ def test_the_end_is_not_drawn_before_min_new_tokens(temperature: float) -> None:
 def test_logits_that_are_no_numbers_are_distinguished_from_tokens(temperature: float, value: float) -> None:
     rows = LOGITS.expand(2, -1).clone()
     rows[1, 3] = value
-    found = next_tokens(rows, [0, 1], [0, 0], replace(PLAIN, temperature=temperature, top_k=1), None)
+    found = next_tokens(rows, [0, 1], [0, 0], replace(PLAIN, temperature=temperature, top_k=1))
     assert found == [1, NOT_FINITE]
 
 
@@ -119,4 +119,4 @@ def test_no_n_gram_occurs_twice(size: int, token: int) -> None:
     """By probability the tokens are 1, 2, 3, 0; the text ends with 1, 0 1 and 1 0 1."""
     options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=size)
     text = [2, 0, 1, 1, 0, 1]
-    assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, None, [text]) == [token]
+    assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, (), [text]) == [token]

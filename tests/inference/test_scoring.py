@@ -11,7 +11,7 @@ from transformers import GPT2LMHeadModel
 
 from mlm.convert.source import open_source
 from mlm.inference import scoring
-from mlm.inference.scoring import Request, Score, group_by_reading, pack, score
+from mlm.inference.scoring import Request, Score, group_by_input, pack, score
 from mlm.inference.trained import LoadedModel, load_trained
 from mlm.models.documents import Boundaries
 from mlm.optim.config import PrecisionConfig
@@ -136,7 +136,7 @@ def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
     context = np.arange(9)
     requests = [Request(np.append(context, choice), 9) for choice in (4, 200, 17)]
     requests.insert(1, Request(np.arange(4), 1))
-    assert group_by_reading(requests, range(4)) == [[0, 2, 3], [1]]
+    assert group_by_input(requests, range(4)) == [[0, 2, 3], [1]]
     batch = pack(requests, [[0, 2, 3], [1]], 0, 1)
     assert batch.tokens.shape == (2, 9)
     assert batch.labels.tolist() == [4, 200, 17, 1, 2, 3]
@@ -176,7 +176,7 @@ def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if sum(done) >= 15:
             raise KeyboardInterrupt
 
-    requests, settings = random_requests(reference[0]), {"kept": kept, "identity": "one"}
+    requests, settings = random_requests(reference[0]), {"saved": kept, "identity": "one"}
     with pytest.raises(KeyboardInterrupt):
         score(load(reference[1]), requests, batch_size=1, ctx=ALONE, advance=interrupt, **settings)  # type: ignore[arg-type]
     return kept
@@ -192,7 +192,7 @@ def go_on(reference: Reference, kept: Path, **changes: Any) -> list[int]:
         requests,
         batch_size=1,
         ctx=ALONE,
-        kept=kept,
+        saved=kept,
         advance=told.append,
         **({"identity": "one"} | changes),
     )
@@ -227,7 +227,7 @@ def kept_on_rank(
     ctx: ParallelContext, run: Path, requests: Sequence[Request], kept: Path
 ) -> tuple[list[Score], list[int]]:
     told: list[int] = []
-    settings: dict[str, Any] = {"kept": kept, "identity": "one", "advance": told.append}
+    settings: dict[str, Any] = {"saved": kept, "identity": "one", "advance": told.append}
     return score(load(run, ctx), requests, batch_size=1, ctx=ctx, **settings), told
 
 

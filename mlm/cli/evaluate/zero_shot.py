@@ -99,10 +99,10 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             requests,
             batch_size=config.batch_size,
             ctx=ctx,
-            kept=kept,
+            saved=kept,
             identity=identity,
             advance=advance,
-            resumed=report_resumed,
+            on_resume=report_resumed,
         )
     if not ctx.is_main:
         return

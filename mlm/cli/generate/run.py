@@ -16,8 +16,8 @@ from mlm.convert.source import Source, open_source
 from mlm.data.chat_tokens import end_of_turn_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.tokenizer_settings import GENERATION_CONFIG
-from mlm.inference.config import Sampling, as_declared, declared_sampling
-from mlm.inference.generation import before_stop, continuations, ends_at
+from mlm.inference.config import Sampling, declared_sampling, resolve_sampling
+from mlm.inference.generation import continuations, stop_check, truncate_at_stop
 from mlm.inference.trained import load_trained, open_predictor
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -65,9 +65,9 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         [prompt.ids for prompt, _ in texts],
         sampling_of(config, tokenizer),
         ctx=ctx,
-        eod_id=tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer),
+        end_ids=tokenizer.end_ids if template is None else end_of_turn_tokens(template, tokenizer),
         numbers=numbers,
-        until=ends_at(tokenizer, config.stops),
+        until=stop_check(tokenizer, config.stops),
         # once nothing can be printed, as after `| head -1`
         should_stop=lambda: config.out is None and bool(getattr(sys.stdout, "is_lost", False)),
     )
@@ -82,7 +82,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         lines = ""
         for (prompt, sample), ids in zip(texts, new, strict=True):
             text = tokenizer.decode(ids)
-            continuation = before_stop(text, config.stops)
+            continuation = truncate_at_stop(text, config.stops)
             ending = "max_new_tokens" if len(ids) == config.max_new_tokens else "eod"
             row = {
                 "prompt": prompt.text,
@@ -111,7 +111,7 @@ def tokenizer_of(config: GenerateConfig, source: Source) -> Tokenizer:
 def sampling_of(config: GenerateConfig, tokenizer: Tokenizer) -> Sampling:
     """Return the settings that are typed, else declared by the model, else the usual ones."""
     typed = {option.name: getattr(config, option.name) for option in fields(Sampling)}
-    return as_declared(tokenizer.declared.generation, typed)
+    return resolve_sampling(tokenizer.declared.generation, typed)
 
 
 def collect_tokens(
@@ -174,7 +174,7 @@ class TextStream:
         text = self.tokenizer.decode([*self.prompt, *new])
         if text.endswith("\ufffd") and not is_whole:
             return
-        text = before_stop(text, self.stops, self.start)
+        text = truncate_at_stop(text, self.stops, self.start)
         if not is_whole:  # the end may be the beginning of a stop
             longest = max(map(len, self.stops), default=1) - 1
             ends = range(min(longest, len(text) - self.start), 0, -1)

@@ -129,7 +129,7 @@ class PromptSampler(Observer):
         ctx = self.trainer.ctx
         tokens = torch.zeros(len(numbers), dtype=torch.int64)
         if logits is not None and ctx.tp.rank == 0 and ctx.replicas.rank == 0:
-            tokens = torch.tensor(next_tokens(logits, numbers, places, self.options, None))
+            tokens = torch.tensor(next_tokens(logits, numbers, places, self.options))
         tokens = tokens.to(ctx.device)
         for axis, source in ((ctx.tp, 0), (ctx.pp, ctx.pp.size - 1), (ctx.replicas, 0)):
             broadcast(tokens, axis, source)

@@ -32,7 +32,7 @@ from mlm.config.build import build
 from mlm.convert.source import Source
 from mlm.evaluate.lm_eval.config import LmEvalConfig
 from mlm.inference.config import DECLARED, Sampling, declared_sampling
-from mlm.inference.generation import ends_at, generate
+from mlm.inference.generation import generate, stop_check
 from mlm.inference.scoring import Request, Score, rolling_windows, score
 from mlm.inference.trained import load_trained, open_predictor
 from mlm.launch.environment import read_rank_position
@@ -45,8 +45,8 @@ from mlm.util.files import digest_bytes
 
 check_settings = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
 Tokens = list[int]
-Part = tuple[tuple[str, str] | None, Tokens, Tokens]
-"""A text to score: lm-eval's cache key, the context, and the continuation."""
+EncodedRequest = tuple[tuple[str, str] | None, Tokens, Tokens]
+"""lm-eval's cache key, the context, and the continuation to score."""
 
 
 @register_model("mlm")
@@ -69,9 +69,9 @@ class MlmLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "MlmLM":
-        """The model for model_args and lm-eval's flags; model_args take precedence.
+        """Build the model from model_args and lm-eval's flags; model_args take precedence.
 
-        lm-eval passes its flags whether they are typed or not, and would fail on a key that is in both.
+        lm-eval passes all its flags, typed or not, and its own method fails on a key in both.
         """
         flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
         return cls(**(flags | arg_dict))
@@ -84,18 +84,18 @@ class MlmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text as the tokenizer declares it, else the end of a document."""
+        """The tokenizer's declared end of a text, else its end of a document."""
         name = self.tokenizer.declared.names.get("eos_token")
         return self.tokenizer.id_of(name) if name and name in self.tokenizer else self.tokenizer.eod_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the declared beginning, else the end, as in `hf`."""
+        """The token before a text without context: beginning of a text, else its end, as in `hf`."""
         return self.eot_token_id if self._bos is None else self._bos
 
     @property
     def _bos(self) -> int | None:
-        """The beginning as the tokenizer's files declare it, None for a null; else the default."""
+        """The tokenizer's declared beginning of a text, None for a declared null; else the default."""
         name = self.tokenizer.declared.names.get("bos_token")
         if name == "":
             return None
@@ -106,7 +106,7 @@ class MlmLM(TemplateLM):
         return f"{self.tokenizer.digest}{self.settings.add_bos_token}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids after the opening tokens; see `add_bos_token`."""
+        """Return the opening tokens, by `add_bos_token`, and the ids of a text."""
         opening, adds_bos = self.tokenizer.opening, self.settings.add_bos_token
         if add_special_tokens is None:
             if adds_bos is not None:
@@ -116,16 +116,12 @@ class MlmLM(TemplateLM):
         return [*(opening if add_special_tokens is not False else ()), *self.tokenizer.encode(string)]
 
     def get_model_info(self) -> dict[str, Any]:
-        config = self.settings
-        return {
-            "mlm_ckpt": str(self.source.path),
-            "model_dtype": config.precision.dtype,
-        }
+        return {"mlm_ckpt": str(self.source.path), "model_dtype": self.settings.precision.dtype}
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Part], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[EncodedRequest], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, is greedy) of each continuation; long contexts lose their beginning."""
+        """Return (log-likelihood in nats, is greedy) per continuation; long contexts lose their beginning."""
         scored = list[Request]()
         for _, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
@@ -142,16 +138,16 @@ class MlmLM(TemplateLM):
         return answers
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Set the hook of a cache (--use_cache) that is the same on every rank, else raise UserError.
+        """Set the hook of a cache (--use_cache). Raises UserError unless the cache is the same on every rank.
 
-        A kill may leave caches that differ: where one holds all requests of a kind, its rank would not be
-        called for them, and the others would wait for it.
+        A kill may leave caches that differ: lm-eval does not call a rank whose cache holds all requests of a
+        type, and the other ranks would wait for it.
         """
         self._check_equal(sorted(cache_hook.dbdict or ()))
         super().set_cache_hook(cache_hook)
 
     def _check_equal(self, requests: Sequence[object]) -> None:
-        """Raise UserError if ranks have other requests, or caches of them."""
+        """Raise UserError unless requests, or keys of caches, are the same on every rank."""
         digests = Ranks.of(self.ctx).all_gather(digest_bytes(repr(requests).encode()))
         if len(set(digests)) > 1:
             raise UserError("the ranks have different requests; delete the caches of --use_cache")
@@ -163,7 +159,7 @@ class MlmLM(TemplateLM):
             return score(self.trained, requests, batch_size=self.batch_size, ctx=self.ctx, advance=bar.update)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of full texts in nats, each token scored once, in windows of max_length."""
+        """Return log-likelihoods of full texts in nats, each token scored once, in windows of max_length."""
         windows = [
             list(rolling_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length))
             for request in requests
@@ -175,9 +171,9 @@ class MlmLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to the first of the task's stops."""
+        """Return the continuation of each context, up to the first of the task's stops."""
         texts, disable_tqdm = [""] * len(requests), disable_tqdm or not self.ctx.is_main
-        # Before the first group: a rank with fewer groups would not take part in the checks of the others.
+        # Before the first group: a rank with fewer groups would miss later checks.
         self._check_equal([request.args for request in requests])
         by_arguments: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -193,8 +189,8 @@ class MlmLM(TemplateLM):
                     prompts,
                     options,
                     ctx=self.ctx,
-                    eod_id=self.tokenizer.end_ids,
-                    until=ends_at(self.tokenizer, stops),
+                    end_ids=self.tokenizer.end_ids,
+                    until=stop_check(self.tokenizer, stops),
                     advance=bar.update,
                 )
                 for number, new in zip(numbers, continued, strict=True):
@@ -204,28 +200,26 @@ class MlmLM(TemplateLM):
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Return the sampling settings and the texts that end a continuation. Raises UserError."""
-        given = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
-        stops = handle_stop_sequences(given.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
-        most = given.pop("max_gen_toks")
-        if not 1 <= most < self.max_length:
-            raise UserError(
-                f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
-            )
+        arguments = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
+        stops = handle_stop_sequences(arguments.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
+        length = arguments.pop("max_gen_toks")
+        if not 1 <= length < self.max_length:
+            problem = f"max_gen_toks={length}: use 1 to {self.max_length - 1}"
+            raise UserError(f"{problem}, below the model's context length")
         values: dict[str, Any] = declared_sampling(self.tokenizer.declared.generation)
         values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        values |= {name: given.pop(name) for name in DECLARED if name in given}
-        if not given.pop("do_sample"):
+        values |= {name: arguments.pop(name) for name in DECLARED if name in arguments}
+        if not arguments.pop("do_sample"):
             values["temperature"] = 0.0
-        options = Sampling(max_new_tokens=most, seed=self.settings.seed, batch_size=self.batch_size, **values)
+        options = Sampling(
+            max_new_tokens=length, seed=self.settings.seed, batch_size=self.batch_size, **values
+        )
         if problems := options.problems():
             raise ConfigError(problems)
-        # settings of tasks for `transformers` that describe what mlm does anyway
+        # settings of tasks for `transformers` that are mlm's only behaviour
         ignored = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
-        unknown = {key: value for key, value in given.items() if ignored.get(key) != value}
-        if unknown:
-            raise UserError(
-                f"generation arguments {unknown}: the model mlm has none of these, leave them out"
-            )
+        if unknown := {key: value for key, value in arguments.items() if ignored.get(key) != value}:
+            raise UserError(f"generation arguments {unknown}: not supported; leave them out")
         return options, [stop for stop in stops if stop]
 
 

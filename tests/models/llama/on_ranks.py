@@ -20,7 +20,7 @@ def greedy(ctx: ParallelContext, folder: Path, prompts: list[list[int]], count: 
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
     trained = load_trained(open_source(str(folder)), layout, PrecisionConfig(), ctx)
     options = Sampling(max_new_tokens=count, temperature=0.0)
-    return generate(trained, prompts, options, ctx=ctx, eod_id=None)
+    return generate(trained, prompts, options, ctx=ctx)
 
 
 def check_layout(ctx: ParallelContext, model: ModelConfig, layout: Layout) -> None:
