@@ -1,13 +1,12 @@
 """Mean loss, perplexity and bits per byte of a checkpoint over an indexed corpus.
 
-Protocol of a GPT-2: the corpus's tokens in their order, split into windows of seq_length; each token but the
-very first is scored once, with the tokens before it in its window as context. Perplexity is exp(mean loss per
-token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable across
-tokenizers.
+GPT-2: the corpus's tokens in order, split into windows of seq_length; each token but the very first is scored
+once, with the tokens before it in its window as context. Perplexity is exp(mean loss per token). Bits per
+byte, the summed loss in bits over the UTF-8 bytes of the text, are comparable across tokenizers.
 
-Protocol of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the
-seed of the run; loss per masked token and per order of two segments, and the accuracy of both. A RoBERTa's
-samples are windows of the corpus, and have masked tokens alone.
+BERT: one pass over the corpus's samples as in pretraining, with the same masks for every seed of a run; loss
+and accuracy of masked tokens and of the order of two segments. RoBERTa: samples are windows of the corpus,
+with masked tokens alone.
 
 The score does not depend on layout or batch size.
 """
@@ -42,17 +41,17 @@ def corpus_loss(
     tokenizer: str | None,
     ctx: ParallelContext,
 ) -> dict[str, Any] | None:
-    """Return the score of a corpus and what it depends on, on rank 0; None on others. Collective.
+    """Return the scores of a corpus and digests of their inputs on rank 0, None on others. Collective.
 
     Raises UserError if the model's family cannot make samples of the corpus.
     """
     indexed, corpora = IndexedDataset(prefix), training_corpora(trained)
     family, data = family_of(trained.config.model.kind), replace(trained.config.data, seq_length=seq_length)
-    read_by = trained.source.load_tokenizer(tokenizer, any_size=True) if family.check_tokenizer else None
-    windows = family.samples.validation(data, prefix, read_by)
-    batches = eval_batches(windows, micro_batch_size=batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
+    sampler = trained.source.load_tokenizer(tokenizer, any_size=True) if family.check_tokenizer else None
+    samples = family.samples.validation(data, prefix, sampler)
+    batches = eval_batches(samples, micro_batch_size=batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     objective = family.objective(trained.config.data, ctx, trained.model.dtype)
-    rounds = -(-len(windows) // (batch_size * ctx.dp.size))
+    rounds = -(-len(samples) // (batch_size * ctx.dp.size))
     with progress_bar("scoring", rounds, shown=ctx.is_main) as advance:
 
         def count(batch: MicroBatch) -> MicroBatch:
@@ -84,24 +83,21 @@ def corpus_loss(
 
 
 def training_corpora(trained: LoadedModel) -> list[dict[str, Any]]:
-    """Corpora the checkpoint was trained on; none if it is older or imported.
-
-    Raises CorruptFileError.
-    """
+    """Return the corpora the checkpoint was trained on; none for an imported one. Raises CorruptFileError."""
     if "data" not in trained.manifest.state:
         return []
     try:
         return trained_on(read_history(trained.manifest.state))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
-            f"{trained.path}: what it was trained on cannot be read ({error!r}). {RESTORE}"
+            f"{trained.path}: the corpora it was trained on cannot be read ({error!r}). {RESTORE}"
         ) from error
 
 
 def bits_per_byte(
     nats: float, named: str | None, prefix: Path, indexed: IndexedDataset, source: Source
 ) -> float | None:
-    """Summed loss in bits over the text's UTF-8 bytes; None without a receipt and a tokenizer."""
+    """Return the loss in bits per UTF-8 byte of the text; None without a receipt and a tokenizer."""
     receipt = read_receipt(prefix.parent) or {}
     size = receipt.get("splits", {}).get(prefix.name, {}).get("bytes")
     if size is None:

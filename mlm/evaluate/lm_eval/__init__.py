@@ -9,7 +9,7 @@ EXTRA = "pip install 'mlm[lm-eval]'"
 
 
 def main() -> int:
-    """Run lm-eval on this process's arguments; the exit code."""
+    """Run lm-eval on this process's arguments; return the exit code."""
     try:
         import_module("mlm.evaluate.lm_eval.adapter")
         command = import_module("lm_eval.__main__")

@@ -19,7 +19,7 @@ class LmEvalConfig(TrainedModelConfig):
     max_gen_toks: Annotated[int, POSITIVE] = 256
     """Most tokens to generate, for tasks that do not specify it."""
     add_bos_token: bool | None = None
-    """True puts the tokenizer's beginning of a sequence before each text, false nothing; null what the
-    tokenizer itself puts there."""
+    """True puts the tokenizer's beginning of a sequence before each text, false nothing; null the tokenizer's
+    opening tokens."""
     seed: Annotated[int, SEED] = 1234
     """Seed of the sampling, for tasks that sample."""

@@ -6,52 +6,46 @@ the passage's own tokens before it. They differ in what a word is and in how it 
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.zero_shot import sources
-from mlm.evaluate.zero_shot.protocol import (
-    LM_EVAL,
-    V1,
-    Metric,
-    Protocol,
-    exp,
-    exp_stderr,
-    mean,
-)
+from mlm.evaluate.zero_shot.protocol import LM_EVAL, V1, Metric, Protocol, exp, exp_stderr
 from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score, mean_stderr, request_after
 from mlm.util.errors import UserError
 
-MAX_PLACES = 20
-"""Places of truncated and omitted passages in a receipt; it counts all."""
+MAX_LOCATIONS = 20
+"""Most locations of truncated and omitted passages in a receipt; their numbers count all."""
 Cloze = tuple[list[int], list[int]]
-"""Tokens of the context, and of the word to be predicted; empty for a passage without either."""
+"""Tokens of the context and of the word to predict; empty for a passage that lacks one."""
 
 
 def protocols(
     path: str | None, standard_path: str | None, tokenizer: Tokenizer, length: int, limit: int | None
 ) -> list[Protocol]:
-    """Both protocols; lm-eval's again on the lower-case form, if that is given.
+    """Return both protocols on the original form, and lm-eval's on the lower-case form.
 
-    Without either file, all forms of the Hub. Raises UserError, CorruptFileError.
+    A form without a file is left out; without either file both come from the Hub. Raises UserError,
+    CorruptFileError.
     """
     from_hub = path is None and standard_path is None
-    chosen = list[Protocol]()
+    result = list[Protocol]()
     if path is not None or from_hub:
         passages = sources.lambada(path, standard=False)
         for build_protocol in (strict_cloze, cloze):
-            chosen.append(build_protocol(passages, tokenizer, seq_length=length, limit=limit))
+            result.append(build_protocol(passages, tokenizer, seq_length=length, limit=limit))
     if standard_path is not None or from_hub:
         passages = sources.lambada(standard_path, standard=True)
-        chosen.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
-    return chosen
+        result.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
+    return result
 
 
 def strict_cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
-    """Strict cloze accuracy of Megatron-LM (arXiv:1909.08053, appendix E.2).
+    """Return Megatron-LM's strict cloze accuracy (arXiv:1909.08053, appendix E.2).
 
-    The word is what follows the last white space; context and word are tokenised apart. Raises UserError if
-    no passage can be scored.
+    The word is the text after the last white space; context and word are tokenised separately. Raises
+    UserError if no passage can be scored.
     """
     contexts, words = list[str](), list[str]()
     for text in source.texts[:limit]:
@@ -64,11 +58,10 @@ def strict_cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, li
 
 
 def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
-    """Accuracy and perplexity of lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada).
+    """Return lm-eval's lambada_openai or lambada_standard (lm_eval/tasks/lambada), by the form of the data.
 
-    The word is what follows the last space; its tokens are the whole passage's, without as many as
-    the context alone has. The two are one protocol on two forms of the data. Raises UserError if no passage
-    can be scored.
+    The word is the text after the last space; its tokens are the passage's after the number of tokens that
+    the context alone has. Raises UserError if no passage can be scored.
     """
     contexts, passages, splits = list[str](), list[str](), list[Cloze]()
     for text in source.texts[:limit]:
@@ -77,7 +70,7 @@ def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: in
         contexts.append(context.rstrip() if passages[-1] else "")
     pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(passages), strict=True)
     for begin, tokens in pairs:
-        # without a space, as in "one\ntwo", lm-eval takes the full passage for the word
+        # without a space, as in "one\ntwo", the word of lm-eval is the full passage
         context_ids = begin.tolist() or [tokenizer.prefix_id]
         splits.append((context_ids, tokens.tolist()[len(begin) :]))
     task = "lambada_standard" if source.form.startswith("lower") else "lambada_openai"
@@ -85,10 +78,10 @@ def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: in
 
 
 def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_length: int) -> Protocol:
-    """Requests for passages of which context and word are known. Raises UserError when there is none.
+    """Build a protocol's requests from contexts and words. Raises UserError if no passage can be scored.
 
-    A passage longer than the model reads loses tokens at its beginning. One without context or word, or with
-    too long a word, is omitted. Both are counted.
+    A passage of more than seq_length tokens loses its beginning. One without context or word, or with too
+    long a word, is omitted. Both are counted.
     """
     locations, truncated, skipped, requests = source.locations, list[str](), list[str](), list[Request]()
     for location, (context, word) in zip(locations, splits, strict=False):
@@ -122,9 +115,9 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
             "seq_length": seq_length,
             "N": len(requests),
             "skipped": len(skipped),
-            "skipped_places": skipped[:MAX_PLACES],
+            "skipped_places": skipped[:MAX_LOCATIONS],
             "cut": len(truncated),
-            "cut_places": truncated[:MAX_PLACES],
+            "cut_places": truncated[:MAX_LOCATIONS],
             "T": sum(len(r.tokens) - r.first for r in requests),
             "standard_errors": (
                 "acc: sqrt(p (1 - p) / (n - 1)), as lm-eval; perplexity: to first order, which lm-eval's "
@@ -136,10 +129,10 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
 
 
 def accuracy(scores: Sequence[Score], *, perplexity: bool) -> dict[str, Metric]:
-    """The share of passages answered correctly; exp of the mean loss per passage, where wanted."""
+    """Return the share of passages answered correctly, and for lm-eval exp of the mean loss per passage."""
     correct, losses = [float(s.is_greedy) for s in scores], [s.loss for s in scores]
-    metrics = {"acc" if perplexity else "accuracy": Metric(mean(correct), mean_stderr(correct))}
+    metrics = {"acc" if perplexity else "accuracy": Metric(fmean(correct), mean_stderr(correct))}
     if perplexity:
-        loss = mean(losses)
+        loss = fmean(losses)
         metrics["perplexity"] = Metric(exp(loss), exp_stderr(loss, mean_stderr(losses)))
     return metrics

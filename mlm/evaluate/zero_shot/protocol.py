@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlm.evaluate.zero_shot.sources import EvalTexts
@@ -15,12 +15,12 @@ V1, LM_EVAL = "Megatron-LM", "lm-eval"
 class Metric:
     value: float
     stderr: float | None
-    """Standard error; None where the sample is too small to tell."""
+    """Standard error; None for fewer than two samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """A text or texts, split into requests by one protocol."""
+    """Texts, split into requests by one protocol."""
 
     task: str
     """Its name at its source: wikitext103, lambada_openai, …"""
@@ -32,11 +32,11 @@ class Protocol:
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""
-    warnings: tuple[str, ...] = field(default=())
-    """Texts left out or truncated, and a text that is not of the protocol's form."""
+    warnings: tuple[str, ...]
+    """Texts left out or truncated, or not in the protocol's form."""
 
 
-# ----- means and perplexities with their standard errors; sums are float64 sums by fsum
+# ----- perplexities and standard errors; sums are float64 sums by fsum
 
 
 def exp(x: float) -> float:
@@ -44,12 +44,8 @@ def exp(x: float) -> float:
     return math.exp(min(x, 700.0))
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Standard error of sum(sums) / sum(weights) over groups drawn independently; None for fewer than two.
+    """Return the standard error of sum(sums) / sum(weights) over independent groups; None for fewer than two.
 
     The linearised ratio estimator: sqrt(n / (n - 1) * sum_i (s_i - R w_i)^2) / sum(w), R the ratio. Cochran,
     Sampling Techniques, 3rd edition, section 2.11.
@@ -63,5 +59,5 @@ def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | Non
 
 
 def exp_stderr(x: float, stderr: float | None) -> float | None:
-    """Standard error of exp(x) from x's, to first order."""
+    """Return the standard error of exp(x) from that of x, to first order."""
     return None if stderr is None else exp(x) * stderr

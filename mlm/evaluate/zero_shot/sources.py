@@ -15,12 +15,12 @@ from mlm.util.files import digest_bytes, digest_file, read_input_text
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTexts:
-    """The texts that one setting names."""
+    """The evaluation texts of one file or Hub data set."""
 
     name: str
-    """A file, or a data set of the Hub."""
+    """File, or data set of the Hub."""
     form: str
-    """The form of the data set, in words."""
+    """Published form of the data set: raw, with <unk>, lower case, …"""
     texts: tuple[str, ...]
     locations: tuple[str, ...]
     """Location of each text: file:line."""
@@ -37,7 +37,7 @@ class EvalTexts:
 
 
 def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
-    """WikiText's test split as the text of one file, from `path` or the Hub, there in its raw form or not.
+    """Read WikiText-103's test split as one text, from `path`, or from the Hub in its raw or tokenised form.
 
     Raises UserError, CorruptFileError.
     """
@@ -69,18 +69,18 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
 
 
 def text_of_lines(rows: Sequence[str]) -> str:
-    """The file of some rows: lines with their newline, blank ones empty; or without newlines."""
+    """Join rows, one per line of the file, with or without their newlines."""
     if any(row.endswith("\n") for row in rows):
-        # a blank line of the files is a space, which the Hub's loading script made an empty row
+        # a blank line of the files holds a space; the Hub's loading script made it an empty row
         return "".join(row if row.strip() else " \n" for row in rows)
     return "\n".join(rows)
 
 
 def articles(text: str) -> list[str]:
-    """The articles of a file, each from its ` = Title = ` line to the next one's.
+    """Split a file into articles at its ` = Title = ` lines.
 
-    The lines before the first title are an article too, unless they are blank. As EleutherAI's
-    wikitext_document_level was made, which lm-eval scores: an article lacks the newline before the next.
+    Lines before the first title are an article too, unless they are blank. As in EleutherAI's
+    wikitext_document_level, which lm-eval scores, an article lacks the newline before the next.
     """
     lines = text.split("\n")
     starts = [n for n, line in enumerate(lines) if is_article_title(line)]
@@ -90,7 +90,7 @@ def articles(text: str) -> list[str]:
 
 
 def is_article_title(line: str) -> bool:
-    """True for the line ` = Title = `; a section's is ` = = Section = = `."""
+    """True for ` = Title = `; sections are ` = = Section = = `."""
     stripped = line.strip()
     return is_title(stripped) and not stripped.endswith("= =")
 
@@ -99,7 +99,7 @@ def is_article_title(line: str) -> bool:
 
 
 def lambada(path: str | None, *, standard: bool) -> EvalTexts:
-    """LAMBADA's test passages, from `path` or the Hub, there in the lower-case form or not.
+    """Read LAMBADA's test passages from `path`, or from the Hub, with `standard` in the lower-case form.
 
     Raises UserError, CorruptFileError.
     """
@@ -140,7 +140,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
 
 
 def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(location, key, text) of each row of a file of SUFFIXES, with the text of the first of `keys` it has.
+    """Return (location, key, text) per row of a file of SUFFIXES, under the first of `keys` that it has.
 
     Raises UserError, CorruptFileError.
     """

@@ -12,15 +12,7 @@ import numpy as np
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.zero_shot import sources
-from mlm.evaluate.zero_shot.protocol import (
-    LM_EVAL,
-    V1,
-    Metric,
-    Protocol,
-    exp,
-    exp_stderr,
-    ratio_stderr,
-)
+from mlm.evaluate.zero_shot.protocol import LM_EVAL, V1, Metric, Protocol, exp, exp_stderr, ratio_stderr
 from mlm.evaluate.zero_shot.sources import EvalTexts, articles
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.util.errors import UserError
@@ -29,7 +21,7 @@ from mlm.util.errors import UserError
 def protocols(
     path: str | None, raw_path: str | None, tokenizer: Tokenizer, length: int, stride: int, limit: int | None
 ) -> list[Protocol]:
-    """Both protocols. A single file serves both. Raises UserError, CorruptFileError."""
+    """Return both protocols; a single file serves both. Raises UserError, CorruptFileError."""
     words = sources.wikitext(path, raw=False)
     raw = words if path is not None and raw_path is None else sources.wikitext(raw_path, raw=True)
     return [
@@ -44,7 +36,7 @@ def protocols(
 def whole_text(
     source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, stride: int, limit: int | None
 ) -> Protocol:
-    """Perplexity over one file, adjusted to its own words. Raises UserError for a text that is too short."""
+    """Return perplexity over one file, adjusted to its words. Raises UserError for too short a text."""
     text = source.texts[0] if limit is None else "\n".join(articles(source.texts[0])[:limit])
     words = len(text.strip().split(" "))
     tokens = np.asarray(tokenizer.encode(detokenise(text)), dtype=np.int64)
@@ -78,11 +70,11 @@ def whole_text(
 
 
 def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first, end) of each window: tokens begin to end - 1, scored from `first` on.
+    """Yield (begin, first, end) of each window: tokens[begin:end], of which tokens[first:end] are scored.
 
     The model reads `length` tokens of a window, all but its last. Each token but the text's first is scored
-    once: all of the first window, the last `stride` of each later one. The last window may be shorter, with
-    as much less context.
+    once: all in the first window, the last `stride` in each later one. The last window may be shorter, with
+    less context.
     """
     yield 0, 1, min(length + 1, num_tokens)
     for first in range(length + 1, num_tokens, stride):
@@ -92,7 +84,7 @@ def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[t
 def adjusted_perplexity(
     scores: Sequence[Score], *, num_tokens: int, num_words: int, seq_length: int
 ) -> dict[str, Metric]:
-    """exp(summed loss / (T_o - 1)), and the unadjusted exp(summed loss / (T - 1))."""
+    """Return exp(summed loss / (T_o - 1)), and the unadjusted exp(summed loss / (T - 1))."""
     total = math.fsum(s.loss for s in scores)
     assert sum(s.tokens for s in scores) == num_tokens - 1
     loss, per_word = total / (num_tokens - 1), total / (num_words - 1)
@@ -107,9 +99,9 @@ def adjusted_perplexity(
 
 
 def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
-    """(summed loss, tokens) of runs of neighbouring windows with at least `length` scored tokens each.
+    """Return (summed loss, tokens) of runs of neighbouring windows, each of at least `length` scored tokens.
 
-    Losses of neighbouring windows are correlated, being of one passage; of stretches hardly.
+    Neighbouring windows share a passage, so their losses are correlated; those of longer runs hardly are.
     """
     stretches, loss, tokens = list[tuple[float, int]](), 0.0, 0
     for s in scores:
@@ -124,7 +116,7 @@ def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int
 
 
 def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
-    """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
+    """Return perplexities per word and byte of the articles as distributed. Raises UserError."""
     texts = articles(source.texts[0])[:limit]
     windows = [
         list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
@@ -159,7 +151,7 @@ def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, lim
 def per_word_and_byte(
     scores: Sequence[Score], *, counts: list[int], words: list[int], sizes: list[int]
 ) -> dict[str, Metric]:
-    """Summed loss over words, or over bytes, of the articles before detokenising."""
+    """Return perplexities by the words and bytes of the articles before detokenising."""
     remaining = iter(scores)
     losses = [math.fsum(next(remaining).loss for _ in range(count)) for count in counts]
     per_word, per_byte = (math.fsum(losses) / sum(units) for units in (words, sizes))
@@ -176,26 +168,26 @@ def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:
     """Warn if a text does not have the form of the protocol's published numbers."""
     if ("<unk>" in source.texts[0]) == wants_unk:
         return ()
-    wanted = "wiki.test.tokens (wikitext-103-v1)" if wants_unk else "the raw form (wikitext-103-raw-v1)"
+    form = "wiki.test.tokens (wikitext-103-v1)" if wants_unk else "the raw form (wikitext-103-raw-v1)"
     name = V1 if wants_unk else LM_EVAL
-    return (f"published numbers by {name}'s protocol are on {wanted}; {source.name} is not: {source.form}",)
+    return (f"published numbers by {name}'s protocol are on {form}; {source.name} is not: {source.form}",)
 
 
-# ----- WikiText as it reads, from WikiText as it is distributed: words and punctuation set apart by spaces
+# ----- detokenisation: WikiText is distributed with spaces around words and punctuation
 #
-# The rules are those that Megatron-LM (tasks/zeroshot_gpt/detokenizer.py, until 2025) and lm-eval
-# (lm_eval/tasks/wikitext/preprocess_wikitext.py) share; scores are comparable with theirs only when the same
-# letters are scored. The rules are greedy and imperfect (every "s '" loses its space), and are applied in
-# this order, over the whole text at once: a pair of marks may span lines. One more rule of both has no effect
-# and is left out: meant for years as in "' 90s", it asks for a slash before and after them.
+# Megatron-LM (tasks/zeroshot_gpt/detokenizer.py, until 2025) and lm-eval
+# (lm_eval/tasks/wikitext/preprocess_wikitext.py) share these rules; scores are comparable only if the same
+# characters are scored. The rules are greedy and imperfect (every "s '" loses its space), and run in this
+# order over the full text: a pair of marks may span lines. One more rule of both has no effect and is left
+# out: meant for years as in "' 90s", it requires a slash before and after them.
 
 
 def detokenise(text: str) -> str:
-    """The text with the artefacts of WikiText's tokenisation undone, by the rules of the guide."""
+    """Remove the spaces that WikiText's tokenisation inserted, by the rules of the guide."""
     text = text.replace("s '", "s'")
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)
-    for mark in ":;.!?,":  # one after the other: each finds the spaces that the previous one left
+    for mark in ":;.!?,":  # in this order: each mark matches the spaces that the previous one left
         text = text.replace(f" {mark} ", f"{mark} ")
     for opening, closing in ("()", "[]", "{}", '""', "''"):  # not nested: "( 24 in )" to "(24 in)"
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
