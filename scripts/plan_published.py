@@ -106,11 +106,11 @@ class ProgramCost(CostModel):
 
     software: Program
 
-    def repeated(self, forward: Times, layout: ParallelConfig) -> Times:
+    def recompute_times(self, forward: Times, layout: ParallelConfig) -> Times:
         """The part of a layer's forward pass that recomputation adds to its backward pass."""
         share = self.software.repeated_products if layout.recompute == "selective" else 0.0
         if not share:
-            return super().repeated(forward, layout)
+            return super().recompute_times(forward, layout)
         return (share * forward[0], 0.0, forward[2], *(0.0 for _ in forward[3:]))
 
     def stage_homes(self, pp: int, vp: int, stage_rank: int) -> Counter[str]:

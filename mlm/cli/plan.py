@@ -19,7 +19,7 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.hardware import this_machine
+from mlm.plan.hardware import find_calibration
 from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
 from mlm.runs.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
@@ -160,7 +160,7 @@ on_hardware = partial(
     Command,
     kept_choices=NO_DEVICES,
     file_groups=("hardware",),
-    user_files={"hardware=this": this_machine},
+    user_files={"hardware=this": find_calibration},
 )
 BATCH = "data.seq_length train.global_batch_size train.micro_batch_size"
 LAYOUT = "tp sequence_parallel pp vp pipeline dp zero zero_reduce recompute"

@@ -1,7 +1,7 @@
 """`mlm plan calibrate`: measure this machine, or the cluster that it is launched on, for `hardware=`.
 
-Four constants are measured while all ranks are busy with the same: the rate of matrix products, the bandwidth
-of memory, and the links within a node and between nodes.
+All ranks measure at once: the rate of matrix products, the bandwidth of memory, and the links within a node
+and between nodes.
 """
 
 import math
@@ -33,10 +33,10 @@ from mlm.plan.hardware import (
     EfficiencyConfig,
     HardwareConfig,
     PeakConfig,
+    build_hardware,
     calibration_file,
     cpu_name,
     preset_of_gpu,
-    unmeasured,
 )
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
@@ -46,19 +46,19 @@ from mlm.util.system import available_cores, host_memory
 from mlm.util.terminal import console
 
 MOST_RANKS = 8
-"""Ranks that are started on a CPU host without `ranks`."""
+"""Most ranks on a CPU host without `ranks`."""
 FIRST_STEP_GIB = 0.06
 """Memory that libraries take on a CPU when they are first used."""
 REPEATS = 4
-"""Times that each measurement is taken at least; the least counts."""
+"""Fewest repetitions of a measurement; the shortest time counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sizes of what is measured on one type of device."""
+    """Sizes of the measurements on one type of device."""
 
     formats: tuple[str, ...]
-    """Formats of products, first the one whose rate is measured at all sizes."""
+    """Number formats of products; the first is measured at all sizes."""
     products: tuple[tuple[int, int, int], ...]
     """[m, k] x [k, n], as in layers; the last one is measured in every format."""
     copy: int
@@ -66,7 +66,7 @@ class Workload:
     messages: tuple[int, int]
     """Bytes of a small message, which shows the latency of a link, and of a large one, for its bandwidth."""
     least_s: float
-    """Seconds that each measurement lasts at least."""
+    """Shortest duration of a measurement in seconds."""
 
 
 WORKLOADS = {
@@ -88,18 +88,18 @@ WORKLOADS = {
 
 
 def run(config: PlanCalibrateConfig) -> int:
-    """Measure on all ranks, print and keep the result, and return the exit code.
+    """Start the ranks, which measure, print and save the result; return the exit code.
 
     Raises UserError if a result cannot be written, or ranks cannot be started.
     """
-    place = read_rank_position(os.environ)
-    if place is not None:
-        local = place.local_world_size
+    position = read_rank_position(os.environ)
+    if position is not None:
+        local = position.local_world_size
     elif device_kind(config.dist) == "cuda":
         local = config.ranks or max(1, torch.cuda.device_count())
     else:
         local = config.ranks or min(available_cores(), MOST_RANKS)
-    hosts = 1 if place is None else place.world_size // place.local_world_size
+    hosts = 1 if position is None else position.world_size // position.local_world_size
     parallel = ParallelConfig(tp=local, dp=hosts)
     job = CalibrationJob(out=config.out, dist=config.dist, parallel=parallel)
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
@@ -115,7 +115,7 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     measured = measure(ctx, workload)
     if not ctx.is_main:
         return
-    # the form that `hardware=FILE.yaml` reads, without what is unknown
+    # the form that `hardware=FILE.yaml` reads, without nulls
     hardware = asdict(hardware_of_this(ctx, workload, measured, before))
     values = {key: value for key, value in hardware.items() if value is not None}
     for section in ("peak_tflops", "efficiency"):
@@ -129,22 +129,22 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     body: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     content, out = (head + body).encode(), console()
     out.print(head + body)
-    kept = calibration_file()
+    file = calibration_file()
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, content)
     except OSError as error:
-        out.print(f"not kept for hardware=this: {kept}: {error.strerror}")
+        out.print(f"not kept for hardware=this: {file}: {error.strerror}")
     else:
-        out.print(f"kept for hardware=this in {kept}")
+        out.print(f"kept for hardware=this in {file}")
     save_result(config.out, content, out.print)
 
 
 def measure(ctx: ParallelContext, workload: Workload) -> dict[str, float]:
-    """Return the measurements, the medians of all ranks, on every rank.
+    """Measure on all ranks; return the medians over ranks, on every rank.
 
-    FLOP/s of products by format and of "products" of usual sizes, bytes/s of the "memory", and for the axes
-    "node" and "network" that have several ranks bytes/s and, as "node_latency", seconds.
+    FLOP/s by number format, and as "products" at usual sizes; bytes/s of "memory"; for "node" and "network",
+    unless they have one rank, bytes/s and as "node_latency" seconds.
     """
     formats, device = workload.formats, ctx.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE:
@@ -171,7 +171,7 @@ def measure(ctx: ParallelContext, workload: Workload) -> dict[str, float]:
 
 
 def product_rate(ctx: ParallelContext, dtype: str, size: tuple[int, int, int], workload: Workload) -> float:
-    """FLOP/s of a linear layer [m, k] x [k, n]: forward pass and both gradients."""
+    """Measure FLOP/s of a linear layer [m, k] x [k, n]: forward pass and both gradients."""
     m, k, n = size
     x, w, dy = (torch.randn(*s, device=ctx.device).to(DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))
     x.requires_grad_()
@@ -187,13 +187,13 @@ def product_rate(ctx: ParallelContext, dtype: str, size: tuple[int, int, int], w
 def best_time(
     work: Callable[[], object], ctx: ParallelContext, least_s: float, is_collective: bool = False
 ) -> float:
-    """The least time of several repetitions, in seconds; all ranks call this together."""
+    """Return the shortest time of several repetitions, in seconds. Collective over all ranks."""
     device = ctx.device
-    # One thread's own clock stands still while another program has the core; also while it waits for ranks.
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not is_collective
-    clock = time.process_time if is_alone else time.perf_counter
-    work()  # loads libraries and takes memory
-    barrier(ctx.world)  # all ranks are busy with the same
+    # process_time excludes other programs on the core, but also the wait for other ranks.
+    is_local = device.type == "cpu" and torch.get_num_threads() == 1 and not is_collective
+    clock = time.process_time if is_local else time.perf_counter
+    work()  # loads libraries and allocates memory
+    barrier(ctx.world)  # all ranks measure at once
     times = list[float]()
     while len(times) < REPEATS or sum(times) < least_s:
         if is_collective:
@@ -211,45 +211,47 @@ def best_time(
 def hardware_of_this(
     ctx: ParallelContext, workload: Workload, measured: dict[str, float], before: int
 ) -> HardwareConfig:
-    """Return this machine's hardware; `before` is the memory of a process on a CPU before it measured.
+    """Return this machine's hardware; `before` is a CPU process's memory in bytes before it measured.
 
-    A known GPU keeps the peaks of its datasheet.
+    A known GPU has the peaks of its datasheet.
     """
-    ranks, is_cpu, peaks = ctx.tp.size, ctx.device.type == "cpu", PeakConfig.__slots__
-    known = {name: rate / 1e12 for name, rate in measured.items() if name in peaks}
+    ranks, is_cpu, formats = ctx.tp.size, ctx.device.type == "cpu", PeakConfig.__slots__
+    peaks = {name: rate / 1e12 for name, rate in measured.items() if name in formats}
     if is_cpu:
-        name, memory, reserved = cpu_name(), host_memory() / ranks, figures(before / GIB + FIRST_STEP_GIB)
+        name, memory = cpu_name(), host_memory() / ranks
+        reserved = round_figures(before / GIB + FIRST_STEP_GIB)
     else:
         name = torch.cuda.get_device_name(ctx.device)
         memory, preset = torch.cuda.get_device_properties(ctx.device).total_memory, preset_of_gpu(name)
         reserved = GPU_RESERVED_GIB if preset is None else preset.reserved_gib
-    main = next(iter(known))
-    known |= {n: peak.flops / 1e12 for n in peaks if not is_cpu and (peak := table_peak(name, n))}
+    main = next(iter(peaks))
+    if not is_cpu:
+        peaks |= {key: peak.flops / 1e12 for key in formats if (peak := table_peak(name, key))}
     links = dict[str, float]()
     for link, axis in (("node", "node"), ("network", "network" if "network" in measured else "node")):
         if axis in measured:
-            links[f"{link}_gbps"] = figures(measured[axis] / 1e9)
-            links[f"{link}_latency_us"] = figures(measured[f"{axis}_latency"] * 1e6)
-    return unmeasured(
+            links[f"{link}_gbps"] = round_figures(measured[axis] / 1e9)
+            links[f"{link}_latency_us"] = round_figures(measured[f"{axis}_latency"] * 1e6)
+    return build_hardware(
         name=name,
         device="cpu" if is_cpu else "gpu",
         devices_per_node=ranks,
-        memory_gib=figures(memory / GIB, 4),
+        memory_gib=round_figures(memory / GIB, 4),
         reserved_gib=reserved,
-        memory_gbps=figures(measured["memory"] / 1e9),
+        memory_gbps=round_figures(measured["memory"] / 1e9),
         **links,
         network_is_assumed="network" not in measured,
-        peak_tflops=PeakConfig(**{name: figures(peak) for name, peak in known.items()}),
+        peak_tflops=PeakConfig(**{key: round_figures(peak) for key, peak in peaks.items()}),
         efficiency=EfficiencyConfig(
-            matmul=figures(min(measured["products"] / 1e12 / known[main], 1.0)),
-            matmul_half=0.0,  # the median of usual sizes stands for all
-            attention=0.33,  # of the rate of products: about what fused kernels reach, forward and backward
+            matmul=round_figures(min(measured["products"] / 1e12 / peaks[main], 1.0)),
+            matmul_half=0.0,  # the median over usual sizes holds for all sizes
+            attention=0.33,  # share of the products' rate that fused kernels reach, forward and backward
             memory=1.0,
             network=1.0,
         ),
     )
 
 
-def figures(value: float, digits: int = 3) -> float:
-    """A number rounded to some significant figures."""
+def round_figures(value: float, digits: int = 3) -> float:
+    """Round a number to `digits` significant figures."""
     return float(f"{value:.{digits}g}")

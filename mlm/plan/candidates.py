@@ -1,8 +1,4 @@
-"""Every valid layout of a number of devices, without torch.
-
-A layout is valid if the rules of `mlm pretrain` (launch/rules/layout.py) hold; they are called, not
-repeated.
-"""
+"""Valid layouts of a number of devices, by the rules of `mlm pretrain` (launch/rules/layout.py). No torch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,15 +20,15 @@ from mlm.runs.config import PretrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """The run and GPUs that layouts are searched for."""
+    """A run, and the GPUs to find layouts for."""
 
     run: PretrainConfig
-    """Its layout and micro-batch are what is searched."""
+    """The search replaces its layout and micro-batch size."""
     hardware: HardwareConfig
-    """Of one of `gpus` ranks: `HardwareConfig.for_ranks` is called here alone."""
+    """One device of `gpus`, after `HardwareConfig.for_ranks`."""
     gpus: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of PlannedLayout that are not searched, with their values."""
+    """Values of the fields of PlannedLayout that are not searched."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hardware", self.hardware.for_ranks(self.gpus))
@@ -67,18 +63,18 @@ FIELDS = (
 )
 """Fields of a layout in the order in which they are chosen."""
 Choice = dict[str, Any]
-"""The first of these fields, with their values."""
+"""Values of the first few of FIELDS."""
 
 
 def options(name: str, query: Query, c: Choice) -> list[Any]:
-    """Values to try for a field of a layout, by those before it; settings without effect have one."""
+    """Return the values to try for a field, by the fields before it; one for a setting without effect."""
     model = query.run.model
     experts = architecture_of(model).experts
     if name == "tp":
         return divisors(query.gpus)
     if name == "cp":
-        # Only where attention has no dropout, which no fused kernel serves over several ranks. Of mixtures
-        # none: each split of their experts is counted apart.
+        # No fused kernel drops attention over several ranks. Mixtures are not searched: each split of their
+        # experts needs counts of its own.
         is_split = context_problem(2, model, query.run.data) is None
         if not is_split or model.attention_dropout or experts:
             return [1]
@@ -113,16 +109,16 @@ def options(name: str, query: Query, c: Choice) -> list[Any]:
 
 
 def layouts(query: Query, rejected: list[str] | None = None) -> Iterator[PlannedLayout]:
-    """Every layout that the rules allow, each once; `rejected` gets what is wrong with others."""
+    """Yield each layout that the rules allow; `rejected` receives the violations of others."""
     choices: Iterable[Choice] = [{}]
     for name in FIELDS:
-        choices = _chosen(query, choices, name, [] if rejected is None else rejected)
+        choices = _add_field(query, choices, name, [] if rejected is None else rejected)
     for choice in choices:
         yield PlannedLayout(**choice, global_batch=query.run.train.global_batch_size)
 
 
-def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[str]) -> Iterator[Choice]:
-    """Choices with another field, where the rules hold of which it is the last that they read."""
+def _add_field(query: Query, choices: Iterable[Choice], name: str, rejected: list[str]) -> Iterator[Choice]:
+    """Yield choices with one more field that keep the rules for which it is the last input."""
     launch, key = Launch(query.gpus, None, is_planned=True), BATCH_NAMES.get(name, name)
     for choice in choices:
         values = LayoutValues({**query.values, **choice})
@@ -135,12 +131,12 @@ def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[s
 
 
 def first_violation(rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch) -> Violation | None:
-    """The violation of the first rule, in their order, that settings do not keep; None if they keep all."""
-    return next((found for rule in rules if (found := rule.violation(values, launch))), None)
+    """Return the violation of the first broken rule; None without any."""
+    return next((violation for rule in rules if (violation := rule.violation(values, launch))), None)
 
 
 CHECKED: dict[str, list[LayoutRule]] = {name: [] for name in FIELDS}
-"""Rules by the field with which they are checked: the last that they read, the first of all for none."""
+"""Rules by the last field among their inputs; rules without such an input are checked first."""
 for checked_rule in TRAIN_RULES:
-    read = [name for name in FIELDS if BATCH_NAMES.get(name, name) in checked_rule.inputs]
-    CHECKED[read[-1] if read else FIELDS[0]].append(checked_rule)
+    inputs = [name for name in FIELDS if BATCH_NAMES.get(name, name) in checked_rule.inputs]
+    CHECKED[inputs[-1] if inputs else FIELDS[0]].append(checked_rule)

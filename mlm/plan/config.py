@@ -54,9 +54,9 @@ class SearchedBatchConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchedLayoutConfig(ParallelConfig):
-    """A layout; what is null is searched: of cp sizes up to 8, of expert_tp and tp_overlap none."""
+    """A layout; nulls are searched: cp up to 8; expert_tp and tp_overlap are not."""
 
-    # Each is null too, unlike a run's own.
+    # Each may be null, unlike in a run.
     tp: TensorSize | None = None  # type: ignore[assignment]
     cp: ContextSize | None = None  # type: ignore[assignment]
     ep: ExpertSize | None = None  # type: ignore[assignment]
@@ -71,7 +71,7 @@ class SearchedLayoutConfig(ParallelConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRunConfig(PretrainConfig):
-    """A pretraining run, of which a command tells something without its devices."""
+    """A pretraining run that a command plans without its devices."""
 
     out: ResultFile | None = None  # type: ignore[assignment]  # a run folder in what it derives from
     """File to write besides the printed tables, .json or where rows are printed .csv; null writes none."""

@@ -1,6 +1,6 @@
 """`mlm plan dry-run`: run a step of any rank of any layout here, and show its counts.
 
-On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
+On meta tensors as a GPU would; with dist.device=cpu on real tensors as this CPU would.
 """
 
 import logging
@@ -23,15 +23,15 @@ SCOPE = (
 )
 CPU = torch.device("cpu")
 MESSAGE = Message._fields[:-1]
-"""Fields of a message that its likes share."""
+"""Fields of a type of message."""
 PROCESS = 390_000_000
-"""Bytes of a process without its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
+"""Bytes of a process without tensors: interpreter and libraries, 0.30 GB, and 0.09 GB at their first use."""
 
 
 def run(config: PlanDryRunConfig) -> DryRun:
-    """Run the rank's step, print what it counted, and write `out`."""
+    """Run the rank's step, print its counts, and write `out`."""
     screen = console()
-    for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
+    for name in ("torch.distributed", "torch.nn.parallel"):  # their warnings are about real process groups
         logging.getLogger(name).setLevel(logging.ERROR)
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     facts = record(result, config)
@@ -41,14 +41,14 @@ def run(config: PlanDryRunConfig) -> DryRun:
 
 
 def flops_of(result: DryRun) -> dict[str, int]:
-    """FLOPs of a step by phase; `model` without what is computed twice, `hardware` with all."""
+    """Return a step's FLOPs by phase; `model` is without recomputation, `hardware` the sum."""
     phases = {phase: result.counts.flops[phase] for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)}
     model = phases[FORWARD] + phases[BACKWARD]
     return {**phases, "model": model, "hardware": sum(phases.values())}
 
 
 def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
-    """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
+    """Return a dry run as JSON values; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
     messages = sorted(counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1]))
     return {
@@ -78,8 +78,8 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
 
 def show(facts: dict[str, Any], screen: Screen) -> None:
     memory = facts["memory"]
-    where = ", ".join(f"{axis} {rank}" for axis, rank in facts["place"].items())
-    screen.print(f"{facts['settings']['name']}: rank {facts['rank']} of {facts['ranks']} ({where})")
+    position = ", ".join(f"{axis} {rank}" for axis, rank in facts["place"].items())
+    screen.print(f"{facts['settings']['name']}: rank {facts['rank']} of {facts['ranks']} ({position})")
     chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in facts["layers"])
     screen.print(f"layers {chunks}; {facts['parameters']:,} parameters here")
     screen.print(f"{facts['micro_batches']} micro-batches, {facts['micro_batches_run']} of them run\n")
@@ -87,8 +87,8 @@ def show(facts: dict[str, Any], screen: Screen) -> None:
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = []
     for message in facts["communication"]:
-        axis, operation, _, size, count, sent = message.values()
-        messages.append((axis, operation, count, size, count * size, f"{count * sent / 1e9:,.6g}"))
+        axis, operation, _, size, count, ring_bytes = message.values()
+        messages.append((axis, operation, count, size, count * size, f"{count * ring_bytes / 1e9:,.6g}"))
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)
     sizes = {**memory["parts"], "peak": memory["peak"]}

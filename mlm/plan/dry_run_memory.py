@@ -1,4 +1,4 @@
-"""A log of allocations and releases, and what lay in memory when it was fullest."""
+"""A log of allocations and releases, and the contents of memory at its peak."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,31 +7,31 @@ from itertools import accumulate
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
 EMBEDDING = "embedding"
-"""Label of what the first stage computes before its layers."""
+"""Label of the first stage's work before its layers."""
 TABLES = "tables of modules"
 BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
 
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A block of memory, with the phase and the part of the model that allocated it."""
+    """A block of memory, with the phase and the label of the module that allocated it."""
 
     size: int
     """Bytes."""
     phase: str
     label: str
     part: str | None = None
-    """Its purpose where that is known for sure: weights, gradients, optimizer state."""
-    is_kept: bool = False
-    """True if it outlived the forward pass that made it, waiting for backward."""
+    """Its purpose if that is certain: weights, gradients, optimizer state."""
+    is_saved: bool = False
+    """True if it outlived its forward pass: saved for backward."""
     is_input: bool = False
-    """True for hidden states that were received, once they are used."""
+    """True for received hidden states, once a stage reads them."""
     is_transported: bool = False
     """True if it was sent, received, gathered or scattered."""
 
     @property
     def purpose(self) -> str:
-        """The part of memory that it belongs to."""
+        """Name of its part of memory."""
         if self.part is not None:
             return self.part
         if self.label == VOCABULARY:
@@ -42,16 +42,16 @@ class Allocation:
             return BUFFERS
         if self.phase == "recomputed":
             return AGAIN
-        return ACTIVATIONS if self.is_kept else TEMPORARIES
+        return ACTIVATIONS if self.is_saved else TEMPORARIES
 
 
 @dataclass
 class MemoryPeak:
     bytes: int
     phase: str
-    """The phase that ran then."""
+    """Phase of the peak."""
     parts: dict[str, int]
-    """Bytes by purpose, most first; sums to `bytes`."""
+    """Bytes by purpose, the largest first; they sum to `bytes`."""
 
 
 @dataclass
@@ -75,25 +75,24 @@ class Log:
             self.events.append((block, -block.size))
 
     def begin_pass(self, backward: str) -> None:
-        """Begin a forward pass: what backward passes left until now are gradients that are added up."""
+        """Begin a forward pass: blocks that backward passes left are accumulated gradients."""
         self.pass_begins.append(len(self.events))
         self.tag_remaining(backward, GRADIENTS)
 
     def tag_remaining(self, phase: str, part: str) -> None:
-        """Name the purpose of what `phase`, which is over, allocated and did not free."""
+        """Set the purpose of blocks that `phase`, which is over, allocated and did not free."""
         for block in self.live.values():
             if block.part is None and block.phase == phase and not block.is_transported:
                 block.part = part
 
     def end_pass(self) -> None:
-        """End a forward pass: what it allocated and did not free waits for backward."""
+        """End a forward pass: blocks that it allocated and did not free are saved for backward."""
         live = {id(block) for block in self.live.values()}
         for block, change in self.events[self.pass_begins[-1] :]:
             if change > 0 and block.phase == "forward" and id(block) in live:
-                block.is_kept = True
+                block.is_saved = True
 
     def peak(self) -> MemoryPeak:
-        """Memory when it was fullest."""
         totals = list(accumulate(change for _, change in self.events))
         at = max(range(len(totals)), key=totals.__getitem__, default=None)
         if at is None:

@@ -1,8 +1,7 @@
-"""Count a step's operations as PyTorch dispatches them: FLOPs, messages, and memory as it comes and goes.
+"""Count a step's operations as PyTorch dispatches them: FLOPs, messages, allocations and releases.
 
-Nothing here holds a tensor: memory is followed by weak references to storages, so that what autograd or a
-recomputation frees is freed in the count too. What an operator takes inside itself (workspaces of a library)
-is not seen, nor what an allocator rounds up.
+Memory is followed by weak references to storages, so that blocks freed by autograd or a recomputation are
+freed in the counts too. Workspaces inside an operator and the allocator's rounding are not counted.
 """
 
 import weakref
@@ -25,13 +24,13 @@ from mlm.plan.trace import Message, Trace, tensors_of
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 OPTIMIZER, BETWEEN = "optimizer", "between passes"
-"""Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
+"""Phases of a step: `recomputed` runs within backward; transfers and reductions run between passes."""
 IN_ATTENTION = "extra in attention"
-"""Products of fused kernels that the model has not: q k^T again in backward, and columns that pad values."""
+"""Products of fused kernels beyond the model's: q k^T again in backward, and columns that pad values."""
 OUTSIDE, HEAD = "other", "head"
-"""Labels of what no module computes, and of the modules between the layers and the vocabulary projection."""
+"""Labels of work outside modules, and of modules between the layers and the vocabulary projection."""
 FIRST_LEAF = 1 << 63
-"""Nodes that add up gradients have sequence numbers from here on."""
+"""First sequence number of the autograd nodes that accumulate gradients."""
 
 aten = torch.ops.aten
 FUSED_BACKWARD = {
@@ -48,7 +47,7 @@ OPERATIONS = {
     "send": "send",
     "recv_": "receive",
 }
-"""Operators of torch.distributed, in the papers' words."""
+"""Names of torch.distributed's operators in messages."""
 
 
 @dataclass
@@ -58,21 +57,21 @@ class StepCounts:
 
 
 class Labels:
-    """The part of the model that computes at each moment, in backward passes too.
+    """Label of the module that computes, in backward passes too.
 
-    A forward pass notes the sequence numbers of the autograd nodes that each module makes; a backward pass
-    looks its node's number up.
+    A forward pass records the sequence numbers of each module's autograd nodes; a backward pass looks up its
+    node's number.
     """
 
     def __init__(self) -> None:
-        self.of: dict[nn.Module, str] = {}
+        self.by_module: dict[nn.Module, str] = {}
         self.stack: list[str] = []
         self.has_loss = False
         self.firsts: list[int] = [-1]
         self.names: list[str] = [OUTSIDE]
 
     def assign_next_nodes(self) -> None:
-        """Note that from here on autograd nodes belong to the innermost module."""
+        """Assign the next autograd nodes to the innermost module."""
         name, number = self.stack[-1] if self.stack else OUTSIDE, torch.autograd._get_sequence_nr()
         if self.firsts[-1] == number:
             self.names[-1] = name
@@ -81,7 +80,7 @@ class Labels:
             self.names.append(name)
 
     def current(self) -> str:
-        """The label of the operation that runs."""
+        """Return the label of the running operation."""
         if self.stack:
             return self.stack[-1]
         node = torch._C._current_autograd_node()
@@ -90,14 +89,14 @@ class Labels:
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is entered.
+    """Dispatch mode that counts operations while it is active.
 
     Attributes:
         counts: FLOPs and messages so far.
         log: allocations and releases so far, on devices of type `device_type`.
-        trace: work by place, if `is_traced`: that takes as long as all other counts.
+        trace: work by place, if `is_traced`, which doubles the time.
         axes: name and size of the axis of each process group, by the group's name.
-        padding: share of the columns of attention's values that only pad them to the width of the queries.
+        padding: share of columns that pad attention's values to the width of the queries.
     """
 
     def __init__(self, device_type: str, *, is_traced: bool = False) -> None:
@@ -106,27 +105,27 @@ class Meter(TorchDispatchMode):
         self.counts, self.log, self.labels = StepCounts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
         self.padding = 0.0
-        self._given_phase: str | None = None
+        self._fixed_phase: str | None = None
 
     def current_phase(self) -> str:
-        if self._given_phase is not None:
-            return self._given_phase
+        if self._fixed_phase is not None:
+            return self._fixed_phase
         if torch._C._current_graph_task_id() != -1:
             return RECOMPUTED if self.labels.stack else BACKWARD
         return FORWARD if self.labels.stack else BETWEEN
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count all inside as of one phase."""
-        before, self._given_phase = self._given_phase, name
+        """Count all work inside as `name`'s."""
+        before, self._fixed_phase = self._fixed_phase, name
         try:
             yield
         finally:
-            self._given_phase = before
+            self._fixed_phase = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and keeping a compiler away would load it, 1.6 s of a command."""
+        """Return False: to skip the compiler PyTorch would import it, in 1.6 s."""
         return False
 
     def __torch_dispatch__(
@@ -136,8 +135,9 @@ class Meter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):  # importing it would load a compiler
-            return NotImplemented  # it comes back as operations on its parts
+        # by name: importing DTensor would import a compiler. It dispatches operations on its shards.
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula, flops = flop_registry.get(func._overloadpacket), 0
@@ -145,7 +145,9 @@ class Meter(TorchDispatchMode):
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
             extra = 0
-            if func._overloadpacket in FUSED_BACKWARD:  # five products, one again and two of values' width
+            if (
+                func._overloadpacket in FUSED_BACKWARD
+            ):  # five products, one recomputed and two of values' width
                 extra = flops // 5 + round(self.padding * flops * 2 / 5)
             elif "attention" in func._overloadpacket.__name__:
                 extra = round(self.padding * flops / 2)
@@ -162,7 +164,7 @@ class Meter(TorchDispatchMode):
             self.counts.messages[message] += 1
             self.trace.message(place, message)
             block = None if operation == "all-reduce" else self.block_of(tensors[0])
-            if block is not None:  # the buffer that is filled, or sent
+            if block is not None:  # the buffer that is filled or sent
                 block.is_transported = True
         for tensor in tensors_of([out]):
             self.track_storage(tensor)
@@ -182,11 +184,11 @@ class Meter(TorchDispatchMode):
             weakref.finalize(storage, log.free, key, block).atexit = False
 
     def block_of(self, tensor: Tensor) -> Allocation | None:
-        """The block that a tensor lies in; None on other devices."""
+        """Return the block of a tensor; None on other devices."""
         return self.log.live.get(tensor.untyped_storage()._cdata)
 
     def tag(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Name the purpose of the blocks of some tensors."""
+        """Set the purpose of tensors' blocks."""
         for tensor in tensors:
             self.track_storage(tensor)
             block = self.block_of(tensor)
@@ -195,32 +197,34 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def watching(self, stages: Iterable[nn.Module]) -> Iterator[None]:
-        """Label what the modules of these stages compute by their homes; count while inside."""
+        """Count while inside, and label the work of these stages' modules by their homes."""
         labels = self.labels
-        labels.of = {module: home_of(name) for stage in stages for name, module in stage.named_modules()}
+        labels.by_module = {
+            module: home_of(name) for stage in stages for name, module in stage.named_modules()
+        }
 
         def begin_module(module: nn.Module, args: Any) -> None:
-            if module not in labels.of:
+            if module not in labels.by_module:
                 return
-            if labels.of[module] == STAGE:
+            if labels.by_module[module] == STAGE:
                 self.log.begin_pass(BACKWARD)
                 self.trace.begin_pass()
-                for x in tensors_of(args):  # what the stage received belongs to the pass
+                for x in tensors_of(args):  # received hidden states
                     if (block := self.block_of(x)) is not None:
                         block.is_input = True
                 labels.has_loss = isinstance(module, Transformer) and module.stage.is_last
-            labels.stack.append(EMBEDDING if labels.of[module] == STAGE else labels.of[module])
+            labels.stack.append(EMBEDDING if labels.by_module[module] == STAGE else labels.by_module[module])
             labels.assign_next_nodes()
 
         def end_module(module: nn.Module, args: Any, out: Any) -> None:
-            if module not in labels.of:
+            if module not in labels.by_module:
                 return
-            ended = labels.of[module]
+            ended = labels.by_module[module]
             labels.stack.pop()
             if ended == STAGE:
                 self.log.end_pass()
             elif labels.stack == [EMBEDDING] and ended != EMBEDDING and labels.has_loss:
-                labels.stack[0] = VOCABULARY  # what the last stage itself computes after its layers
+                labels.stack[0] = VOCABULARY  # the last stage's own work after its layers
             labels.assign_next_nodes()
 
         hooks = (
@@ -236,14 +240,14 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def _watching_resizes(self) -> Iterator[None]:
-        """Note storages that are given another size in place.
+        """Track storages that are resized in place.
 
-        FSDP2 frees and takes memory of gathered weights by `UntypedStorage.resize_`, not an operator: no
-        dispatch mode or hook sees it.
+        FSDP2 frees and allocates gathered weights by `UntypedStorage.resize_`, which no dispatch mode or hook
+        sees.
         """
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_note(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_track(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
             if storage.device.type == self.device_type:
                 block = self.log.live.get(storage._cdata)
@@ -253,7 +257,7 @@ class Meter(TorchDispatchMode):
                     self._track(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[assignment, method-assign]
+        torch.UntypedStorage.resize_ = resize_and_track  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
@@ -265,7 +269,7 @@ EMBEDDINGS = ("token", "position", "token_type", "embedding_norm")
 
 
 def home_of(name: str) -> str:
-    """The home of a module by its name in a stage: a layer's number, the embedding or the head."""
+    """Return the home of a module by its name in a stage: a layer's number, the embedding or the head."""
     words = name.split(".")
     if words[0] == "layers":
         return words[1] if len(words) > 1 else OUTSIDE

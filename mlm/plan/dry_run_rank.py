@@ -1,11 +1,11 @@
-"""Be one rank of a layout: its trainer on the meta device, in a world of ranks that answer at once.
+"""Run one rank of a layout: its trainer on the meta device, with fake process groups that answer at once.
 
-The meta device has shapes, dtypes and strides and no numbers. The trainer takes a GPU's way through its code
-there: products in half precision with wide sums, fused attention, weights cast once a step, the fused
-optimizer. What needs a CUDA driver (streams, events, generators) is left out.
+The meta device has shapes, dtypes and strides, and no numbers. The trainer takes a GPU's path there: products
+in half precision with wide sums, fused attention, weights cast once a step, the fused optimizer. Streams,
+events and generators, which need a CUDA driver, are left out.
 
-A step of many micro-batches is not run in full where that says nothing new: every micro-batch computes and
-sends the same, so that counts are linear in their number, and memory grows only until the pipeline is full.
+Of many micro-batches only a few run: each computes and sends the same, so that counts are linear in their
+number, and memory grows only until the pipeline is full.
 """
 
 import contextlib
@@ -50,26 +50,26 @@ class DryRun:
     layers: list[list[int]]
     """Numbers of its layers, a list for each of its chunks."""
     counts: StepCounts
-    """Of the whole step."""
+    """Of the full step."""
     log: Log
-    """Of what was run, `micro_batches_run`. The last stage keeps 4 bytes for each further one, its loss."""
+    """Of `micro_batches_run` micro-batches. The last stage keeps a loss of 4 bytes for each further one."""
     micro_batches: int
     micro_batches_run: int
-    """Those that were run; the counts of the rest follow."""
+    """Micro-batches that ran; counts are extrapolated to all."""
 
 
 def dry_run(
     config: PretrainConfig, rank: int, *, device: torch.device = META, in_full: bool = False
 ) -> DryRun:
-    """One step of a rank; `in_full` runs all its micro-batches. For a process that trains nothing else.
+    """Run one step of a rank; `in_full` runs all micro-batches. For a process without a process group.
 
-    On another device than meta everything is really computed, with neighbours that answer with what is there.
+    On other devices than meta operators compute, and collectives leave their buffers as they are.
     """
     p = config.parallel
     dp = p.dp or 1
-    config = replace(countable(config), parallel=replace(p, dp=dp))
+    config = replace(make_countable(config), parallel=replace(p, dp=dp))
     prepare_products(device)
-    # Groups that answer at once: no other process, no thread, no socket.
+    # Groups that answer at once, without processes, threads or sockets.
     dist.init_process_group("fake", rank=rank, world_size=p.replica * dp, store=FakeStore())
     sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": dp, "ep": p.ep, "expert_tp": p.expert_tp}
     try:
@@ -91,38 +91,38 @@ def dry_run(
         dist.destroy_process_group()
 
 
-def countable(run: PretrainConfig) -> PretrainConfig:
-    """A run on random tokens, in eager kernels."""
+def make_countable(run: PretrainConfig) -> PretrainConfig:
+    """Return the run on random tokens, in eager kernels."""
     data = replace(run.data, kind="synthetic", path=None, train=None, blend=(), eod_id=run.data.eod_id or 0)
     return replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
 
 
 def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> DryRun:
-    """Count a step of the trainer, and of its micro-batches as many as needed."""
+    """Count a step of the trainer, from as many micro-batches as needed."""
     config, ctx, size = trainer.config, trainer.ctx, trainer.config.train.micro_batch_size
     total = config.train.global_batch_size // (ctx.dp.size * size)
     steady, warmup = (total, total) if in_full else numbers_to_run(config, ctx, total)
     tag_state(trainer, meter)
     trainer.observers = Observers([LateWork(meter)])
-    # One micro-batch stands for all: BERT's hold different numbers of masked tokens.
+    # Copies of one micro-batch: BERT's differ in their number of masked tokens.
     batches = batches_of(config, [size]) * warmup
     log, counts = meter.log, StepCounts()
     with meter.watching(trainer.model.chunks):
         meter.counts = counts
         step(trainer, meter, batches)
         if steady < warmup:
-            meter.log, meter.counts = Log(), StepCounts()  # memory is the first step's
+            meter.log, meter.counts = Log(), StepCounts()  # the log returned is the first step's
             step(trainer, meter, batches[:steady])
             # exact, as each further micro-batch computes and sends the same
             pairs: tuple[tuple[Counter[Any], Counter[Any]], ...] = (
                 (meter.counts.flops, counts.flops),
                 (meter.counts.messages, counts.messages),
             )
-            for less, more in pairs:
+            for fewer, more in pairs:
                 for key, n in more.items():
-                    added, rest = divmod(n - less[key], warmup - steady)
-                    assert not rest, "each micro-batch computes and sends the same"
-                    more[key] = n + added * (total - warmup)
+                    increment, remainder = divmod(n - fewer[key], warmup - steady)
+                    assert not remainder, "each micro-batch computes and sends the same"
+                    more[key] = n + increment * (total - warmup)
     return DryRun(
         ctx,
         sum(shard.parameter.numel() for shard in trainer.shards if not is_router_state(shard)),
@@ -135,7 +135,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
 
 
 def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
-    """`Trainer.train_step` in its two halves, and between them the ranks' vote on stopping."""
+    """Run the two halves of `Trainer.train_step`, and between them the ranks' vote on stopping."""
     parts = trainer.forward_backward(batches)
     trainer.reduce_gradients()
     meter.tag(trainer.model.casts.copies, CASTS)
@@ -148,9 +148,9 @@ def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatc
 
 
 def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, total: int) -> tuple[int, int]:
-    """Two numbers of micro-batches: from the first on counts are linear, with the second memory is fullest.
+    """Return two numbers of micro-batches: counts are linear from the first on, memory peaks by the second.
 
-    Interleaved schedules take rounds of p micro-batches. GPipe holds all of a step's, so it runs them all.
+    Interleaved schedules have rounds of p micro-batches. GPipe has all micro-batches in flight, so all run.
     """
     p, s, pipeline = ctx.pp.size, ctx.pp.rank, config.parallel.pipeline
     if pipeline == "gpipe" and p > 1:
@@ -166,20 +166,20 @@ def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, total: int) -> 
 
 
 def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]:
-    """Micro-batches of so many samples, of random tokens."""
+    """Return micro-batches of random tokens with these numbers of samples."""
     samples = train_dataset(config, sum(sizes))
     ends = accumulate(sizes)
     return [collate(samples.gather(list(range(e - n, e))), e - n) for e, n in zip(ends, sizes, strict=True)]
 
 
 def is_router_state(shard: ParameterShard) -> bool:
-    """True for running loads and biases, which are not weights of a model."""
+    """True for a router's running loads and biases, which are not weights of the model."""
     module = shard.module
     return isinstance(module, Router) and any(shard.parameter is x for x in (module.bias, module.load))
 
 
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
-    """Name the memory that stays from step to step."""
+    """Tag the memory that lives from step to step."""
     state = [
         trainer.optimizer.state[shard.parameter].get(name)
         for shard in trainer.shards
@@ -190,14 +190,14 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:
         meter.tag(chunk.buffers(), TABLES)
-    held = [held_tensors(shard.parameter) for shard in trainer.shards]
-    meter.tag(chain.from_iterable(held), WEIGHTS)
+    weights = [held_tensors(shard.parameter) for shard in trainer.shards]
+    meter.tag(chain.from_iterable(weights), WEIGHTS)
     for reducer in trainer.reducers:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)
 
 
 class LateWork(Observer):
-    """Counts deferred weight gradients and reductions as parts of the backward passes before them."""
+    """Counts deferred weight gradients and reductions as parts of backward."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -213,7 +213,7 @@ class LateWork(Observer):
 
 
 class _NoStreams:
-    """A device's module whose streams and events are itself, and do nothing."""
+    """Stub of a device's module; its streams and events are the stub itself."""
 
     def current_device(self) -> int:
         return 0
@@ -230,10 +230,10 @@ class _NoStreams:
 
 @contextlib.contextmanager
 def sharding_on_meta() -> Iterator[None]:
-    """Let FSDP2 run on the meta device.
+    """Let FSDP2 run on the meta device, which it has no option for.
 
-    It asks `torch.meta` for streams and events, which PyTorch would register for good, and rejects parameters
-    without numbers: a checkpoint could have been forgotten. No option lets it.
+    It needs streams and events of `torch.meta`, which PyTorch can register only permanently, and rejects meta
+    parameters, as a checkpoint may not have been loaded.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -248,15 +248,17 @@ def sharding_on_meta() -> Iterator[None]:
 
 
 class MetaAttention(TorchFunctionMode):
-    """Takes a GPU's kernel where PyTorch has none for the meta device and would compute step by step.
+    """Calls a GPU's attention kernel on the meta device, where PyTorch would compute by the formula.
 
-    `is_unfused` computes attention by its formula where probabilities are dropped, as on a CPU; `again` in
+    `is_unfused` computes by the formula if probabilities are dropped, as on a CPU; `recomputes` does so in
     backward too.
     """
 
-    def __init__(self, choice: AttentionKernel, *, is_unfused: bool = False, again: bool = False) -> None:
+    def __init__(
+        self, choice: AttentionKernel, *, is_unfused: bool = False, recomputes: bool = False
+    ) -> None:
         super().__init__()
-        self.choice, self.is_unfused, self.again = choice, is_unfused, again
+        self.choice, self.is_unfused, self.recomputes = choice, is_unfused, recomputes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,7 +275,7 @@ class MetaAttention(TorchFunctionMode):
                 scores = torch.matmul(q, keys.mT).softmax(-1)
                 return torch.matmul(F.dropout(scores, p), values)
 
-            return checkpoint(core, use_reentrant=False) if self.again else core()
+            return checkpoint(core, use_reentrant=False) if self.recomputes else core()
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -287,13 +289,13 @@ class MetaAttention(TorchFunctionMode):
         enable_gqa: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention in the kernel that would run: [B, N/t, S, D], keys and values possibly of fewer heads."""
+        """Return attention by the GPU's kernel: [B, N/t, S, D], keys and values possibly with fewer heads."""
         aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)
         y: Tensor
         if half and attn_mask is None and self.choice in ("auto", "flash"):
             y = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
             return y
-        if enable_gqa:  # other kernels want a head of keys for each query's
+        if enable_gqa:  # other kernels need as many heads of keys as of queries
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if self.choice == "cudnn" and half:
             kernel = aten._scaled_dot_product_cudnn_attention

@@ -1,4 +1,4 @@
-"""Hardware of a plan: the fields of configs/hardware/*.yaml, presets, and this machine as calibrated."""
+"""Hardware of a plan: the fields of configs/hardware/*.yaml, presets, and this host's calibration."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from mlm.util.errors import Problem, UserError
 
 GIB = 2**30
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
-"""GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
+"""GiB that a rank takes before the model: driver and libraries on a GPU, the program on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class PeakConfig:
     fp32: Annotated[float | None, POSITIVE] = None
     """float32 products as PyTorch computes them by default, without TF32."""
     tf32: Annotated[float | None, POSITIVE] = None
-    """float32 products of which 10 bits of the mantissa are read."""
+    """float32 products with 10 bits of mantissa."""
     fp64: Annotated[float | None, POSITIVE] = None
     """float64 products."""
     fp8: Annotated[float | None, POSITIVE] = None
@@ -45,7 +45,7 @@ class EfficiencyConfig:
     matmul: Annotated[float, PROBABILITY] = 0.8
     """Share of the peak that a very large matrix product reaches."""
     matmul_half: Annotated[float, NOT_NEGATIVE] = 100.0
-    """Size of one dimension of a product at which half of that is left: each counts x / (x + matmul_half)."""
+    """Size of a dimension of a product that halves its rate: each dimension counts x / (x + matmul_half)."""
     attention: Annotated[float, PROBABILITY] = 0.4
     """Share of the peak that fused attention reaches, forward and backward."""
     memory: Annotated[float, PROBABILITY] = 0.8
@@ -64,7 +64,7 @@ class HardwareConfig:
     """gpu: attention is fused and communication overlaps computation. cpu: neither; a device is one of
     devices_per_node ranks that share a host."""
     gpu_name: str | None = None
-    """Regular expression of the name by which torch knows this GPU; a run on one takes this preset."""
+    """Regular expression of torch's name of this GPU; a run on such a GPU takes this preset."""
     devices_per_node: Annotated[int, POSITIVE]
     """Devices that the fast links connect."""
     memory_gib: Annotated[float, POSITIVE]
@@ -82,23 +82,20 @@ class HardwareConfig:
     network_latency_us: Annotated[float, NOT_NEGATIVE]
     """Time of the smallest message between nodes, microseconds."""
     network_post_us: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Time in which the host posts a message to the network, microseconds: of NCCL, 2 on AMD's, else 1."""
+    """Time in which the host posts a message to the network, microseconds: in NCCL 2 on AMD CPUs, else 1."""
     multiprocessors: Annotated[int | None, POSITIVE] = None
-    """Units of a device of which messages take some from concurrent kernels; null where none are
-    taken."""
+    """Multiprocessors of a device; messages take some from concurrent kernels, none if null."""
     kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Time of the smallest kernel, with what starts it, microseconds; 0 where it is not counted: the
-    host runs ahead of a GPU."""
+    """Time of the smallest kernel and its launch, microseconds; 0 on a GPU, where the host runs ahead."""
     is_calibrated: bool = False
-    """True if `efficiency.matmul` was measured with this program, by `mlm plan calibrate`; the rest is of
-    others."""
+    """True if `efficiency.matmul` was measured with mlm, by `mlm plan calibrate`."""
     network_is_assumed: bool = False
-    """True if `network_*` are those within a node, as of a calibration of one node."""
+    """True if `network_*` repeat the links within a node, as after a calibration of one node."""
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s. Raises UserError for a dtype that the device has no units for."""
+        """Return the dense peak in FLOP/s. Raises UserError for a dtype without one."""
         peaks = {name: peak for name, peak in asdict(self.peak_tflops).items() if peak is not None}
         if dtype in peaks:
             return float(peaks[dtype] * 1e12)
@@ -107,7 +104,7 @@ class HardwareConfig:
         raise UserError(f"{problem}; {other}add hardware.peak_tflops.{dtype}=…")
 
     def for_ranks(self, ranks: int) -> "HardwareConfig":
-        """Hardware of one of so many ranks: on a CPU host, fewer of them have more cores and memory each."""
+        """Return one of `ranks` devices: fewer ranks on a CPU host have more cores and memory each."""
         if self.device == "gpu" or ranks >= self.devices_per_node:
             return self
         share = self.devices_per_node / ranks
@@ -122,25 +119,25 @@ class HardwareConfig:
 
 
 def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
-    """Hardware of the values of a YAML; they are not checked."""
+    """Build hardware from the values of a YAML file, unchecked."""
     peak = PeakConfig(**values.get("peak_tflops", {}))
     efficiency = EfficiencyConfig(**values.get("efficiency", {}))
     return HardwareConfig(**{**values, "peak_tflops": peak, "efficiency": efficiency})
 
 
-def unmeasured(**known: Any) -> HardwareConfig:
-    """Hardware of this machine of which nothing but the memory is known; each rate is 1."""
+def build_hardware(**values: Any) -> HardwareConfig:
+    """Build this machine's hardware from the measured values; each other rate is 1."""
     rates = ("memory_gbps", "node_gbps", "node_latency_us", "network_gbps", "network_latency_us")
-    return HardwareConfig(**{**dict.fromkeys(rates, 1.0), "is_calibrated": True, **known})
+    return HardwareConfig(**{**dict.fromkeys(rates, 1.0), "is_calibrated": True, **values})
 
 
 def preset(name: str) -> HardwareConfig:
-    """A shipped choice of `hardware=`."""
+    """Return a shipped choice of `hardware=`."""
     return hardware_of(yaml.safe_load((CONFIG_DIR / "hardware" / f"{name}.yaml").read_text("utf-8")))
 
 
 def preset_of_gpu(gpu_name: str) -> HardwareConfig | None:
-    """The shipped preset of the GPU that torch calls `gpu_name`; None for others."""
+    """Return the shipped preset of the GPU with torch's name `gpu_name`; None without one."""
     for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
         hardware = preset(path.stem)
         if hardware.gpu_name is not None and re.search(hardware.gpu_name, gpu_name):
@@ -149,13 +146,13 @@ def preset_of_gpu(gpu_name: str) -> HardwareConfig | None:
 
 
 def calibration_file() -> Path:
-    """File in which `mlm plan calibrate` keeps what it measured on this host; `hardware=this` reads it."""
+    """Path of this host's calibration: `mlm plan calibrate` writes it, `hardware=this` reads it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "mlm" / "hardware" / f"{socket.gethostname()}.yaml"
 
 
-def this_machine() -> Path | Problem:
-    """The file of `hardware=this`, or the problem that this host was not calibrated."""
+def find_calibration() -> Path | Problem:
+    """Return the file of `hardware=this`, or the problem of a host that was not calibrated."""
     path = calibration_file()
     if path.is_file():
         return path
@@ -166,8 +163,8 @@ def this_machine() -> Path | Problem:
     )
 
 
-def calibrated() -> HardwareConfig | None:
-    """This machine as it was calibrated; None if it was not, or the file cannot be read."""
+def read_calibration() -> HardwareConfig | None:
+    """Return this host's calibration; None without one, or if the file cannot be read."""
     try:
         return hardware_of(yaml.safe_load(calibration_file().read_text("utf-8")))
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, yaml.YAMLError):
@@ -182,5 +179,5 @@ def cpu_name() -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes as `3.1 GiB`."""
+    """Format bytes as `3.1 GiB`."""
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{math.ceil(size / 2**20)} MiB"

@@ -1,9 +1,9 @@
-"""Counts of a model's layers and ends, of the modules themselves: state, work, and memory of a micro-batch.
+"""Counts of a model's layers and ends: state, work, and memory of a micro-batch.
 
 The trainer of one rank runs micro-batches of one sample and of two on the meta device, through one layer of
-each distinct kind between embedding and head; a `Meter` sees all that it does. What a whole model, stage or
-schedule needs is composed of that elsewhere. Groups are the split's alone: no process group of the job
-is touched, so that a rank may ask while it trains.
+each distinct kind between embedding and head, and a `Meter` counts. memory.py and cost.py compose stages,
+models and schedules from these counts. Process groups are fakes of the split, not the job's, so that a
+training rank may count too.
 """
 
 from collections import defaultdict
@@ -29,37 +29,37 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import CPU, Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
-from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, is_router_state, tag_state
+from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, is_router_state, make_countable, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
-from mlm.plan.trace import Place, TracedWatch, Work, joined
+from mlm.plan.trace import Place, TracedWatch, Work, sum_work
 from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
 HOMES = {HEAD: VOCABULARY}
-"""Labels that belong to another home: the last norm is a part of the head."""
+"""Homes of labels with another name: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
-"""Samples of the micro-batches. The first makes the gradients that the others add to."""
+"""Samples of the micro-batches. The first creates the gradients that the others add to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSize:
-    """A parameter as one rank of its split holds it, before ZeRO shards it."""
+    """A parameter's shard on one rank of a split, before ZeRO shards it."""
 
     rows: int
     columns: int
     weight_bytes: float
-    """Of an element."""
+    """Per element."""
     state_bytes: int
-    """Of an element: the optimizer's moments; 0 of a frozen one."""
+    """Per element: the optimizer's moments; 0 if frozen."""
     cast_bytes: int
-    """Of an element: the copies that are cast once a step."""
+    """Per element: copies that are cast once a step."""
     is_trained: bool
     is_whole: bool
-    """True for one that ZeRO leaves whole."""
+    """True if ZeRO does not shard it."""
     is_expert: bool
     is_state: bool
-    """True for running state of a router, which is not a parameter of the model."""
+    """True for a router's running state, which is not a parameter of the model."""
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class ShardSize:
         return round(self.weight_bytes * elements)
 
     def share(self, rank: int, ranks: int) -> int:
-        """Elements of one of `ranks` that shard the rows as torch.chunk does."""
+        """Elements on one of `ranks` that shard the rows as torch.chunk does."""
         most = -(-self.rows // ranks)
         return min(most, self.rows - min(rank * most, self.rows)) * self.columns
 
@@ -78,46 +78,46 @@ class ShardSize:
 class PassCounts:
     """One micro-batch through embedding, a layer of each kind, and head."""
 
-    work: dict[tuple[str, str], Work]
+    work: dict[Place, Work]
     """By phase and home."""
     saved_bytes: dict[str, int]
-    """Bytes that wait from forward to backward, by home."""
+    """Bytes saved from forward for backward, by home."""
     peak_workspace_bytes: dict[str, int]
-    """Most bytes besides this home's and the homes' before, while a home runs backward; of the head
+    """Most bytes while a home runs backward, without those saved by it and the homes before; for the head
     also while it computes the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Micro-batches of a split."""
+    """Micro-batches of a split, and an optimizer's step."""
 
     first: PassCounts
     """One sample, before there are gradients."""
     passes: tuple[PassCounts, PassCounts]
     """One sample and two, when gradients exist."""
     trained: int
-    """Elements of the parameters that were trained here."""
+    """Elements of the trained parameters."""
     per_step: Work
-    """The optimizer's step and casts, of all of them."""
+    """The optimizer's step and casts of all parameters."""
     accumulation: Work
-    """Additions to gradients outside any module, in one pass, of all of them."""
+    """Additions to gradients outside any module in one pass."""
 
 
 class LayerCounts:
-    """Counts of one run's model by split, each made once when it is asked for.
+    """Counts of one run's model by split, cached.
 
     `device` is gpu, cpu, or unfused: a GPU whose program computes attention by its formula.
     """
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
-        self.run, self.device = countable(run), device
+        self.run, self.device = make_countable(run), device
         self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(run.precision.dtype, 2)
-        """Bytes of an activation's element."""
+        """Bytes per element of activations."""
         self._state, self._counts = cache(self._shard_sizes), cache(self._count)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Number of the first layer that is like each, in its parameters' names and shapes and attention."""
+        """For each layer the first one with equal names and shapes of parameters, modules and attention."""
         model, firsts, kinds = self.run.model, dict[object, int](), list[int]()
         parts = architecture_of(model)
         period = max(1, len(parts.window_layers))
@@ -133,12 +133,12 @@ class LayerCounts:
         return tuple(kinds)
 
     def state(self, split: ParallelConfig, home: str) -> list[ShardSize]:
-        """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
+        """Return the parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
         return self._state(split_of_state(split), home if home in (FIRST, LAST) else BOTH)[home]
 
     def _shard_sizes(self, split: ParallelConfig, ends: str) -> dict[str, list[ShardSize]]:
-        """Shards by home of a stage with these ends and a layer of each kind."""
-        numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # adapters alone make an optimizer
+        """Count the shards, by home, of a stage with these ends and a layer of each kind."""
+        numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # with adapters, ends alone train nothing
         stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
         sizes = defaultdict[str, list[ShardSize]](list)
         with self._trainer(split, stage) as (trainer, _):
@@ -175,37 +175,34 @@ class LayerCounts:
         return sum(shard.size for shard in self.state(split, home))
 
     def tied(self, split: ParallelConfig) -> int:
-        """Elements of the table that both ends of a pipeline hold."""
+        """Elements of the embedding table that both ends of a pipeline hold."""
         return self.elements(split, FIRST) + self.elements(split, LAST) - self.elements(split, BOTH)
 
     def counts(self, split: ParallelConfig) -> Counts:
-        """Micro-batches of one sample and of two through a layer of each kind and the ends."""
+        """Return counts of one sample and of two through a layer of each kind and the ends."""
         if split.recompute != "budget":
             return self._counts(split, SIZES, True)
-        # PyTorch's activation memory budget: the share that layers keep of what recompute=full frees;
-        # work is that without recomputation
-        none, full = (self.counts(replace(split, recompute=other)) for other in ("none", "full"))
+        # PyTorch's activation memory budget: the share that layers keep of the memory that recompute=full
+        # frees. Work is counted without recomputation.
+        none, full = (self.counts(replace(split, recompute=mode)) for mode in ("none", "full"))
+        budget = split.recompute_budget
 
-        def limited(a: PassCounts, b: PassCounts) -> PassCounts:
-            kept = split.recompute_budget
-            saved, workspace = (
-                {home: round(kept * more[home] + (1 - kept) * less[home]) for home in more}
-                for more, less in (
-                    (a.saved_bytes, b.saved_bytes),
-                    (a.peak_workspace_bytes, b.peak_workspace_bytes),
-                )
-            )
-            return PassCounts(a.work, saved, workspace)
+        def interpolate(most: dict[str, int], least: dict[str, int]) -> dict[str, int]:
+            return {home: round(budget * most[home] + (1 - budget) * least[home]) for home in most}
 
-        one, two = (limited(a, b) for a, b in zip(none.passes, full.passes, strict=True))
-        return replace(none, first=limited(none.first, full.first), passes=(one, two))
+        def limit(a: PassCounts, b: PassCounts) -> PassCounts:
+            workspace = interpolate(a.peak_workspace_bytes, b.peak_workspace_bytes)
+            return PassCounts(a.work, interpolate(a.saved_bytes, b.saved_bytes), workspace)
+
+        single, double = map(limit, none.passes, full.passes)
+        return replace(none, first=limit(none.first, full.first), passes=(single, double))
 
     def ends(self, split: ParallelConfig, micro_batch: int) -> Counts:
-        """Counts of micro-batches of one size without layers: the loss takes its rows in pieces."""
+        """Return counts of micro-batches of one size without layers: the loss is not linear in the size."""
         return self._counts(split, (micro_batch,) * 2, False)
 
     def _count(self, split: ParallelConfig, sizes: tuple[int, ...], has_layers: bool) -> Counts:
-        """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
+        """Run micro-batches of these sizes and an optimizer's step; return the meter's counts by home."""
         numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
         stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
         with self._trainer(split, stage) as (trainer, meter):
@@ -230,7 +227,7 @@ class LayerCounts:
                 first=passes[0],
                 passes=(passes[1], passes[-1]),
                 trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
-                per_step=joined([*casts.values(), *update.values()]),
+                per_step=sum_work([*casts.values(), *update.values()]),
                 accumulation=works[1][BACKWARD, OUTSIDE],
             )
 
@@ -238,9 +235,9 @@ class LayerCounts:
     def _trainer(
         self, split: ParallelConfig, stage: PipelineStage
     ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
-        """The trainer of a rank that holds this stage alone, and the meter that follows it.
+        """Build the trainer of a rank with this stage, and its meter.
 
-        Its neighbours in tp, cp and ep answer at once, without a default process group.
+        Groups of tp, cp and ep are fakes that answer at once; there is no default process group.
         """
         meter = Meter("meta", is_traced=True)
         watch = TracedWatch(meter.trace)
@@ -256,16 +253,16 @@ class LayerCounts:
             return Axis(name, 0, size, group, tuple(range(size)), watch)
 
         tp = axis("tp", split.tp)
-        whole = folds_tp(split.tp, split.expert_tp)
-        experts = ExpertAxes(ep=axis("ep", split.ep), tp=Axis("tp") if whole else tp)
+        folds = folds_tp(split.tp, split.expert_tp)
+        experts = ExpertAxes(ep=axis("ep", split.ep), tp=Axis("tp") if folds else tp)
         size = split.tp * split.cp
         ctx = ParallelContext(tp=tp, cp=axis("cp", split.cp), experts=experts, world_size=size, device=META)
         prepare_products(META)
         run = replace(self.run, parallel=replace(split, dp=1))
-        is_gpu, again = self.device == "gpu", split.recompute == "selective"
+        is_gpu, recomputes = self.device == "gpu", split.recompute == "selective"
         choice = self.run.attention if is_gpu else "efficient"
         device = CPU if self.device == "cpu" else META
-        with without_numbers(self.run), MetaAttention(choice, is_unfused=not is_gpu, again=again):
+        with without_numbers(self.run), MetaAttention(choice, is_unfused=not is_gpu, recomputes=recomputes):
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(run, ctx, stages=[stage], device=device)
             yield trainer, meter
@@ -273,45 +270,45 @@ class LayerCounts:
 
 @contextmanager
 def without_numbers(run: PretrainConfig) -> Iterator[None]:
-    """Raise UserError where the user's own code needs numbers, of which meta tensors have none."""
+    """Raise UserError if custom code needs numbers, which meta tensors do not have."""
     try:
         yield
     except Exception as error:
         kinds = {"model.kind": run.model.kind, "optimizer.kind": run.optimizer.kind}
-        own = [f"{key}={kind}" for key, kind in kinds.items() if ":" in kind]
-        cause = error.__cause__ or error  # of a problem that own code met
-        if not own or isinstance(cause, UserError):
+        custom = [f"{key}={kind}" for key, kind in kinds.items() if ":" in kind]
+        cause = error.__cause__ or error
+        if not custom or isinstance(cause, UserError):
             raise
         why = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise UserError(
-            f"{' '.join(own)}: cannot be planned, as it does not run on tensors without numbers "
+            f"{' '.join(custom)}: cannot be planned, as it does not run on tensors without numbers "
             f"({why[:160]}); let no shape or branch depend on values (item(), nonzero(), if), or train "
             "without a plan"
         ) from error
 
 
-KNOWN = dict[tuple[str, str], LayerCounts]()
-"""Counts that were made in this process, by what they depend on."""
+CACHE = dict[tuple[str, str], LayerCounts]()
+"""Counts of this process by the settings that they depend on, and type of device."""
 
 
 def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
-    """The counts of a run's model on a type of device, from before if it was asked about."""
-    parts = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("parallel", "train")}
-    return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
+    """Return the counts of a run's model on a type of device, cached."""
+    settings = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in ("parallel", "train")}
+    return CACHE.setdefault((repr(settings), device), LayerCounts(run, device))
 
 
 def pass_counts(work: dict[Place, Work], log: Log, begin: int, end: int, homes: list[str]) -> PassCounts:
-    """Counts of the pass that lies between the events `begin` and `end` of the log."""
+    """Count the pass between the events `begin` and `end` of the log."""
     parts = defaultdict[Place, list[Work]](list)
-    for (phase, label), its in work.items():
-        if label != OUTSIDE:  # what is recomputed is a part of backward
-            parts[BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label)].append(its)
-    by_home = {place: joined(works) for place, works in parts.items()}
+    for (phase, label), part in work.items():
+        if label != OUTSIDE:  # recomputation is a part of backward
+            parts[BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label)].append(part)
+    by_home = {place: sum_work(works) for place, works in parts.items()}
     saved = dict.fromkeys(homes, 0)
     for block, change in log.events[begin:end]:
-        if change > 0 and block.is_kept and block.part is None:
+        if change > 0 and block.is_saved and block.part is None:
             saved[HOMES.get(block.label, block.label)] += block.size
-    until = dict(zip(homes, accumulate(saved.values()), strict=True))  # of the homes up to each
+    until = dict(zip(homes, accumulate(saved.values()), strict=True))  # saved by a home and those before
     workspace, live, home = dict.fromkeys(homes, 0), 0, homes[0]
     for block, change in log.events[begin:end]:
         live += change

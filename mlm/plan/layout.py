@@ -1,4 +1,4 @@
-"""A layout with its batch, as plans compare them, and a model's operations on it."""
+"""A layout with its batch sizes, and a model's FLOPs."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -11,25 +11,25 @@ from mlm.parallel.config import ParallelConfig, Recompute, Schedule
 from mlm.runs.config import PretrainConfig
 
 ALWAYS_SET = ("tp", "pp", "dp", "micro_batch", "global_batch")
-"""Fields of a layout that are named at their defaults too."""
+"""Fields of a layout that its label and settings name even at their defaults."""
 FIRST, LAST, BOTH = "first", "last", "both"
-"""Homes of parameters besides the layers: the ends of a pipeline, and of a model in one stage, which
-share a table where it is tied."""
+"""Homes of parameters outside the layers: the first and the last pipeline stage, and both in one stage, which
+hold one embedding table if it is tied."""
 
 
 def model_flops(model: ModelConfig, seq: int, samples: int, tp: int = 1) -> float:
-    """Operations of a step: forward once, backward twice that (arXiv:2205.05198, appendix A)."""
+    """Return the FLOPs of a step: forward, and twice as many backward (arXiv:2205.05198, appendix A)."""
     return flops_per_token(model, seq, tp) * seq * samples
 
 
 def hardware_flops(model: ModelConfig, seq: int, samples: int, recompute: str, tp: int = 1) -> float:
-    """Operations of a step with those that full recomputation repeats: another forward pass of every layer.
+    """Return the FLOPs of a step; full recomputation adds another forward pass of every layer.
 
-    Equation (3) of arXiv:2104.04473. Fused attention kernels recompute scores too, which is not counted.
+    Equation (3) of arXiv:2104.04473. Scores that fused attention recomputes are not counted.
     """
-    whole = model_flops(model, seq, samples, tp)
+    flops = model_flops(model, seq, samples, tp)
     head = 6 * family_of(model.kind).head_products(model, tp) * seq * samples
-    return whole + (whole - head) / 3 * (recompute == "full")
+    return flops + (flops - head) / 3 * (recompute == "full")
 
 
 SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "recompute", "recompute_budget")
@@ -37,14 +37,14 @@ SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "reco
 
 
 def split_of_state(split: ParallelConfig) -> ParallelConfig:
-    """The settings of a split that parameters depend on."""
-    is_split = split.sequence_parallel and split.expert_tp is not None  # whole experts need it
-    return ParallelConfig(tp=split.tp, ep=split.ep, expert_tp=split.expert_tp, sequence_parallel=is_split)
+    """Return the settings of a split that parameters depend on."""
+    needs_sp = split.sequence_parallel and split.expert_tp is not None  # expert_tp=1 requires it
+    return ParallelConfig(tp=split.tp, ep=split.ep, expert_tp=split.expert_tp, sequence_parallel=needs_sp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLayout(ParallelConfig):
-    """A layout with its batch: all that a step's time and memory depend on besides model and hardware."""
+    """A layout with its batch sizes; with model and hardware it determines a step's time and memory."""
 
     dp: int = 1
     micro_batch: int = 1
@@ -52,12 +52,12 @@ class PlannedLayout(ParallelConfig):
 
     @classmethod
     def of(cls, run: PretrainConfig, dp: int) -> "PlannedLayout":
-        """The layout of a run, with dp filled in."""
+        """Return the layout of a run with this dp."""
         return cls(**{**settings_of(run), "dp": dp}).effective
 
     @property
     def effective(self) -> "PlannedLayout":
-        """The same layout; settings without effect at its sizes have their defaults."""
+        """The same layout with settings that have no effect at its sizes at their defaults."""
         values: dict[str, Any] = {}
         if self.tp == 1:
             values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": None}
@@ -75,7 +75,7 @@ class PlannedLayout(ParallelConfig):
 
     @property
     def split(self) -> ParallelConfig:
-        """The settings on which the counts of a layer depend; all others have their defaults."""
+        """The settings that counts of a layer depend on; others have their defaults."""
         return ParallelConfig(**{name: getattr(self, name) for name in SPLIT})
 
     @property
@@ -85,14 +85,14 @@ class PlannedLayout(ParallelConfig):
 
     @property
     def label(self) -> str:
-        """The layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
+        """The layout as one line: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
         changed = {name for name, default in DEFAULTS.items() if getattr(self, name) != default}
         named = {name: form for name, form in WORDS.items() if name in changed or name in ALWAYS_SET}
         return " ".join(form.format(getattr(self, name)) for name, form in named.items())
 
     @classmethod
     def named(cls, label: str, run: PretrainConfig) -> "PlannedLayout":
-        """The layout of a label, and of a run what it leaves open. Raises ValueError for a wrong word."""
+        """Return a label's layout, with the run's value of each other field. Raises ValueError."""
         values: dict[str, Any] = {}
         for word in label.split():
             size = re.fullmatch(r"(\D+)([1-9]\d*)", word)
@@ -105,11 +105,11 @@ class PlannedLayout(ParallelConfig):
             if named.keys() & values.keys():
                 raise ValueError(f"{word} comes after another word of the same setting")
             values |= named
-        left_open = cls(**{**settings_of(run), **values}).effective
-        return replace(left_open, **values)  # words without effect stay: checks tell them
+        layout = cls(**{**settings_of(run), **values}).effective
+        return replace(layout, **values)  # words without effect stay, so that the checks report them
 
     def settings(self, *, defaults: bool = False) -> dict[str, object]:
-        """Settings of `mlm pretrain` that give this layout; those at their defaults left out, or in."""
+        """Return the settings of `mlm pretrain` for this layout, with or without those at their defaults."""
         return {
             BATCH_NAMES.get(name, name): value
             for name, default in DEFAULTS.items()
@@ -118,14 +118,14 @@ class PlannedLayout(ParallelConfig):
 
 
 def settings_of(run: PretrainConfig) -> dict[str, Any]:
-    """Fields of PlannedLayout that a run sets."""
+    """Return the fields of PlannedLayout from a run."""
     values = {name: getattr(run.parallel, name) for name in ParallelConfig.__slots__}
     batch = {"micro_batch": run.train.micro_batch_size, "global_batch": run.train.global_batch_size}
     return {**values, **batch, "dp": run.parallel.dp or 1}
 
 
 BATCH_NAMES = {"micro_batch": "train.micro_batch_size", "global_batch": "train.global_batch_size"}
-"""Settings of `mlm pretrain` by the field of a layout, where they differ."""
+"""Keys of `mlm pretrain` for fields of a layout with another name."""
 DEFAULTS = asdict(PlannedLayout())
 WORDS = {
     **{"tp": "tp{}", "pp": "pp{}", "vp": "vp{}", "dp": "dp{}", "cp": "cp{}", "ep": "ep{}"},
@@ -141,4 +141,4 @@ CHOICES: dict[str, dict[str, Any]] = {
     **{name: {"zero_reduce": name} for name in ("last", "every")},
     **{name: {"recompute": name} for name in get_args(Recompute)},
 }
-"""Values of fields by the other words."""
+"""Fields and values by a label's words without a number."""

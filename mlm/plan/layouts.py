@@ -1,4 +1,4 @@
-"""Commands that print forecasts: layouts that fit, parts of a step in two, memory of the ranks of one."""
+"""The commands `mlm plan layouts`, `compare` and `memory`."""
 
 import shlex
 
@@ -14,24 +14,24 @@ from mlm.plan.memory import DeviceMemory, in_flight
 from mlm.plan.report import (
     Row,
     as_row,
-    fit,
+    format_fit,
+    format_range,
     format_seconds,
     memory_row,
     show_table,
-    spread,
     time_caution,
     time_range,
     wide_screen,
     write_rows,
 )
-from mlm.plan.search import LayoutForecast, Models, SearchResult, search
+from mlm.plan.search import Forecaster, LayoutForecast, SearchResult, search
 from mlm.runs.config import PretrainConfig
 from mlm.tracking.display import format_count
 from mlm.util.errors import UserError, format_settings
 
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
 PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() - leaves(PretrainConfig)}
-"""Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
+"""Keys and sections that the printed `mlm pretrain` does not take from the search: its layout sets them."""
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
@@ -58,7 +58,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
     cells = [
         (
-            *(number, row["layout"], spread(row["step_low_s"], row["step_high_s"], format_seconds)),
+            *(number, row["layout"], format_range(row["step_low_s"], row["step_high_s"], format_seconds)),
             format_count(row["tokens_per_s"]),
             f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
             *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
@@ -73,8 +73,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         layout, lacks = result.nearest
         line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
     screen.print(f"{line}. `mlm plan compare` and `memory` show the parts of a layout.")
-    _, rests = time_range(query.hardware, query.run.model, best.layout.gpus)
-    caution = time_caution(rests)
+    caution = time_caution(time_range(query.hardware, query.run.model, best.layout.gpus)[1])
     screen.print(f"{caution}\n\n{command_line(config, best.layout)}")
     facts = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
     write_rows(config, "layouts", {**facts, "notes": [caution], "layouts": rows}, screen)
@@ -82,11 +81,13 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
-    """The `mlm pretrain` that runs a layout of what was typed."""
+    """Return the `mlm pretrain` command of a layout, with the settings that were typed."""
     typed = dict[str, str]()
     for word in typed_settings():
         key, _, value = word.lstrip("+~").partition("=")
-        typed[word if value.startswith("{") else key] = word  # of a section that is set together, the word
+        typed[word if value.startswith("{") else key] = (
+            word  # words that set sections do not replace each other
+        )
     settings = {"model": config.name} if "name" not in typed else {}
     if config.data.seq_length != config.model.max_positions:
         settings["data.seq_length"] = str(config.data.seq_length)
@@ -104,41 +105,39 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     for label in (config.a, config.b):
         layout = PlannedLayout.named(label, config)
         queries.append(Query(run=config, hardware=config.hardware, gpus=layout.gpus))
-        forecasts.append(Models(queries[-1]).forecast(layout))
+        forecasts.append(Forecaster(queries[-1]).forecast(layout))
         rows.append(as_row(queries[-1], forecasts[-1]))
     a, b = forecasts
     tokens = f"{batch} x {config.data.seq_length} tokens a step"
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
     cells = list[tuple[str, str, str, str]]()
     for name in (*TIME_PARTS, "step"):
-        of_a, of_b = (forecast.step.parts.get(name, forecast.step.total) for forecast in forecasts)
-        if of_a or of_b:  # a part that takes time in either step
-            more = f"{(of_b - of_a) * 1e3:+,.4g} ms"
-            cells.append((name, format_seconds(of_a), format_seconds(of_b), more))
+        seconds_a, seconds_b = (forecast.step.parts.get(name, forecast.step.total) for forecast in forecasts)
+        if seconds_a or seconds_b:
+            difference = f"{(seconds_b - seconds_a) * 1e3:+,.4g} ms"
+            cells.append((name, format_seconds(seconds_a), format_seconds(seconds_b), difference))
     show_table(screen, "", ("", "A#", "B#", "B - A#"), cells)
-    reasons = dict[str, None]()
-    for name, query, forecast in zip("AB", queries, forecasts, strict=True):
-        shares, rests = time_range(query.hardware, config.model, query.gpus)
-        reasons |= dict.fromkeys(rests)
-        low, high = (forecast.step.total * share for share in shares)
-        took = spread(low, high, format_seconds)
-        needs = fit(forecast.memory.total, query.memory_bytes)
+    assumptions = dict[str, None]()
+    for name, query, forecast, row in zip("AB", queries, forecasts, rows, strict=True):
+        assumptions |= dict.fromkeys(time_range(query.hardware, config.model, query.gpus)[1])
+        time = format_range(row["step_low_s"], row["step_high_s"], format_seconds)
+        needs = format_fit(forecast.memory.total, query.memory_bytes)
         screen.print(
-            f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}"
+            f"{name}: {forecast.layout.label} on {query.gpus} GPUs; {time} a step; the fullest {needs}"
         )
     ratio, gpus = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * gpus:.3g} times its GPU-hours")
-    screen.print(time_caution(reasons))
+    screen.print(time_caution(assumptions))
     write_rows(config, "compare", {"layouts": rows}, screen)
     return a, b
 
 
 def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
-    """Print the memory of some ranks and write `out`; return it by rank."""
+    """Print the memory of a rank and of both pipeline ends, and write `out`; return it by rank."""
     screen, seq = wide_screen(), config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)
-    model, capacity = Models(query).memory, query.memory_bytes
+    model, capacity = Forecaster(query).memory, query.memory_bytes
     replicas, of_stage = layout.dp * layout.cp, layout.gpus // layout.pp
     peaks, rows = dict[int, DeviceMemory](), list[Row]()
     for rank in sorted({0, (layout.pp - 1) * of_stage, config.rank}):
@@ -155,10 +154,10 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         name, values = key.removesuffix("_bytes").replace("_", " "), [row[key] for row in rows]
         if not key.endswith("_bytes"):
             lines.append((name, *(x if isinstance(x, str) else format_count(x) for x in values)))
-        elif max(values) >= 0.005 * GIB:  # parts that no rank has are left out
+        elif max(values) >= 0.005 * GIB:  # rows of zeros are left out
             lines.append((f"{name}, GiB", *(f"{x / GIB:.2f}" for x in values)))
     show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines)
     rank, fullest = max(peaks.items(), key=lambda item: item[1].total)
-    screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
+    screen.print(f"rank {rank} {format_fit(fullest.total, capacity)}")
     write_rows(config, "memory", {"memory_bytes_per_gpu": capacity, "ranks": rows}, screen)
     return peaks

@@ -1,9 +1,8 @@
-"""Memory of one device at its peak, by part, of what the modules were counted to hold.
+"""Peak memory of one device by part, from counts of the modules.
 
-State belongs to the parameters of a stage's layers and ends. Activations are what a micro-batch keeps in each
-of them, times the pairs of chunk and micro-batch that the schedule has in flight; on top comes what the
-fullest of them needs for a moment in its backward pass. What ZeRO gathers and a pipeline sends is added by
-rules of their own.
+State belongs to the parameters of a stage's layers and ends. Activations are the bytes that a micro-batch
+saves in each of them, times the pairs of chunk and micro-batch in flight, plus the largest workspace of a
+layer's backward pass. Weights that ZeRO gathers and tensors that a pipeline sends have separate rules.
 """
 
 from collections import Counter
@@ -17,23 +16,23 @@ from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
 from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 
-COME_AND_GO = ("activations", "vocabulary", "communication", "cast weights")
-PARTS = ("weights", "gradients", "optimizer", "cast weights", *COME_AND_GO[:3], "allocator")
-"""Parts of a device's memory, in the order they are shown."""
+TRANSIENT = ("activations", "vocabulary", "communication", "cast weights")
+PARTS = ("weights", "gradients", "optimizer", "cast weights", *TRANSIENT[:3], "allocator")
+"""Parts of a device's memory, in the order of tables."""
 ALLOCATOR = 0.04
-"""Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
+"""Share of transient memory that the allocator loses to rounding and fragments."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device at its fullest moment."""
+    """Bytes of one device at its peak."""
 
     parts: dict[str, float]
     """Bytes by PARTS."""
     moment: str
-    """backward, as it begins, or optimizer, as it steps."""
+    """Time of the peak: backward, as it begins, or optimizer, as it steps."""
     parameters: int
-    """Elements that the device holds."""
+    """Elements on the device."""
 
     @property
     def total(self) -> float:
@@ -42,10 +41,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Parameters of one device and what belongs to them: bytes, but for those that count elements."""
+    """Parameters of one device and their state, in bytes unless stated."""
 
     parameters: int
-    """Elements, of sharded ones this rank's rows."""
+    """Elements; of sharded parameters this rank's rows."""
     weights: int
     optimizer: int
     gradients: int
@@ -53,9 +52,9 @@ class StageState:
     full_gradients: int
     """Before sharding."""
     cast: int
-    """Copies of the unsharded weights in the dtype of compute."""
+    """Copies of the unsharded weights in the compute dtype."""
     gathered: int
-    """Elements of all that ZeRO gathers."""
+    """Elements of all parameters that ZeRO gathers."""
     layer: int
     """Elements of the largest layer."""
     ends: int
@@ -71,7 +70,7 @@ class MemoryModel:
         self._states = cache(self._state)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
-        """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
+        """Return the peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
         state = self.state(layout, stage_rank, dp_rank)
         moments = {
             "backward": self.backward_begins(layout, stage_rank, state),
@@ -79,29 +78,29 @@ class MemoryModel:
         }
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         parts = dict.fromkeys(PARTS, 0.0) | moments[moment]
-        parts["allocator"] = self.reserved + ALLOCATOR * sum(parts[name] for name in COME_AND_GO)
+        parts["allocator"] = self.reserved + ALLOCATOR * sum(parts[name] for name in TRANSIENT)
         if self.counts.device == "cpu":
-            # the heap keeps what other phases freed, about a gradient each: few of the blocks fit activations
+            # the heap keeps blocks that other phases freed, about the gradients': few of them fit activations
             parts["allocator"] += state.gradients
         return DeviceMemory({name: float(parts[name]) for name in PARTS}, moment, state.parameters)
 
     def worst(self, layout: PlannedLayout) -> DeviceMemory:
-        """The peak of the fullest pipeline rank; it is at one of the two ends, or next to the first."""
+        """Return the peak of the fullest pipeline rank: the first, the one after it, or the last."""
         ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
         return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
 
     def bound(self, layout: PlannedLayout) -> float:
-        """Bytes that `worst` is not below: of the first rank without the head, which takes long to count."""
+        """Lower bound of `worst` in bytes: the first rank without the head, which takes long to count."""
         state = self.state(layout, 0)
         begins = self.backward_begins(layout, 0, state, with_head=False)
         return self.reserved + max(
             sum(parts.values()) for parts in (begins, self.optimizer_steps(layout, 0, state))
         )
 
-    # -- what stays
+    # -- state
 
     def state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> StageState:
-        """Parameters of one device, and what belongs to them."""
+        """Return the parameters of one device and their state."""
         split, ranks = split_of_state(layout.split), layout.dp * layout.cp
         return self._states(split, layout.pp, layout.vp, ranks if layout.zero else 1, stage_rank, dp_rank)
 
@@ -134,7 +133,7 @@ class MemoryModel:
             parameters, weights, optimizer, gradients, full_gradients, cast, gathered, layer, ends
         )
 
-    # -- what comes and goes
+    # -- transient memory
 
     def backward_begins(
         self, layout: PlannedLayout, stage_rank: int, state: StageState, *, with_head: bool = True
@@ -151,7 +150,7 @@ class MemoryModel:
         head = communication = 0.0
         if with_head and stage_rank == layout.pp - 1:
             head = self._head(layout, workspace + unit, is_first=not gradients)
-        if layout.pp > 1:  # boundary tensors under way
+        if layout.pp > 1:  # boundary tensors in flight
             ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
             tokens = self.run.data.seq_length * layout.micro_batch / ranks
             boundary = self.element * tokens * self.run.model.hidden_size
@@ -167,7 +166,7 @@ class MemoryModel:
         }
 
     def optimizer_steps(self, layout: PlannedLayout, stage_rank: int, state: StageState) -> dict[str, float]:
-        """Bytes by part when the gradients are complete and the activations are gone."""
+        """Bytes by part when the gradients are complete and the activations freed."""
         is_end = layout.pp > 1 and stage_rank in (0, layout.pp - 1)
         tied = self.counts.tied(layout.split) if is_end else 0
         return {
@@ -180,30 +179,30 @@ class MemoryModel:
 
     def _gradients_before(self, layout: PlannedLayout, state: StageState) -> float:
         """Bytes of gradients that exist when the backward pass with most activations begins."""
-        alone = layout.micro_batches == 1
+        is_single = layout.micro_batches == 1
         if layout.zero == 0:
-            return 0 if alone and layout.dp * layout.cp == 1 else state.full_gradients  # or flat buffers
-        if alone:
+            return 0 if is_single and layout.dp * layout.cp == 1 else state.full_gradients  # or flat buffers
+        if is_single:
             return 0
         return state.gradients if layout.zero_reduce == "every" else state.full_gradients
 
     def _activations(self, layout: PlannedLayout, stage_rank: int) -> tuple[float, float]:
-        """Bytes of layers and embedding in flight, and of the layer that runs backward."""
-        one, two = self.counts.counts(layout.split).passes
+        """Bytes saved by layers and embedding in flight, and the workspace of the layer in backward."""
+        single, double = self.counts.counts(layout.split).passes
         pairs, more = in_flight(layout, stage_rank) / layout.vp, layout.micro_batch - 1
         homes = homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
         layers = {home: n for home, n in homes.items() if home.isdigit()}
         saved = workspace = 0.0
         for home, n in (layers | ({EMBEDDING: 1} if stage_rank == 0 else {})).items():
-            of_one, of_two = one.saved_bytes[home], two.saved_bytes[home]
-            saved += pairs * n * (of_one + more * (of_two - of_one))
+            a, b = single.saved_bytes[home], double.saved_bytes[home]
+            saved += pairs * n * (a + more * (b - a))
             if home in layers:
-                of_one, of_two = one.peak_workspace_bytes[home], two.peak_workspace_bytes[home]
-                workspace = max(workspace, of_one + more * (of_two - of_one))
+                a, b = single.peak_workspace_bytes[home], double.peak_workspace_bytes[home]
+                workspace = max(workspace, a + more * (b - a))
         return saved, workspace
 
     def _head(self, layout: PlannedLayout, later: float, *, is_first: bool) -> float:
-        """Bytes of the head in flight, but for those that are gone when backward needs `later`.
+        """Bytes of the head in flight beyond `later`, the bytes that backward needs after it.
 
         `is_first` if there are no gradients yet.
         """
@@ -212,10 +211,10 @@ class MemoryModel:
             count.peak_workspace_bytes[VOCABULARY] + count.saved_bytes[VOCABULARY]
             for count in (counts.first, counts.passes[0])
         )
-        waits = layout.micro_batches - 1 if layout.pipeline == "gpipe" else 0  # besides the newest
-        waiting = waits * counts.passes[0].saved_bytes[VOCABULARY]
-        if waits and layout.zero == 0 and layout.dp * layout.cp > 1:
-            # losses add to the head's gradient, which joins the flat buffer in the first backward pass
+        queue = layout.micro_batches - 1 if layout.pipeline == "gpipe" else 0  # without the newest
+        waiting = queue * counts.passes[0].saved_bytes[VOCABULARY]
+        if queue and layout.zero == 0 and layout.dp * layout.cp > 1:
+            # losses add to the head's gradient outside the flat buffer until the first backward pass
             last = self.counts.state(layout.split, LAST)
             waiting += sum(shard.held_bytes(shard.size) for shard in last if shard.is_trained)
         return waiting + max(usual - later, 0.0) + (max(first - usual, 0.0) if is_first else 0.0)
@@ -223,7 +222,7 @@ class MemoryModel:
 
 @cache
 def homes_of(kinds: tuple[int, ...], pp: int, vp: int, stage_rank: int) -> Counter[str]:
-    """Homes of a pipeline rank, and how many of each it has."""
+    """Count the homes of a pipeline rank."""
     stages = split_layers(len(kinds), pp * vp)[stage_rank::pp]
     homes = Counter(str(kinds[n]) for stage in stages for n in stage.layers)
     if pp == 1:
@@ -234,7 +233,7 @@ def homes_of(kinds: tuple[int, ...], pp: int, vp: int, stage_rank: int) -> Count
 
 
 def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
-    """Pairs of chunk and micro-batch whose activations a pipeline rank holds (pipeline/schedules.py)."""
+    """Most pairs of chunk and micro-batch in flight on a pipeline rank (pipeline/schedules.py)."""
     p, v, m = layout.pp, layout.vp, layout.micro_batches
     if layout.pipeline == "gpipe":
         return v * m

@@ -1,4 +1,4 @@
-"""Planned layouts as rows of numbers, which JSON and CSV hold, and as the tables that are printed."""
+"""Forecasts of layouts as rows for JSON and CSV, and as printed tables."""
 
 import csv
 import io
@@ -24,24 +24,24 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 Range = tuple[float, float]
 COMPARED: Range = (0.93, 1.23)
-"""Shares of the predicted time between which four of five published steps were (plan_published.py)."""
+"""Measured over predicted time of four of five published steps (plan_published.py)."""
 UNCOMPARED: Range = (0.92, 1.37)
-"""Those between which nine of ten were: the range of what is like none of them."""
+"""Measured over predicted time of nine of ten: for runs unlike the published ones."""
 Row = Mapping[str, Any]
 
 
 def as_row(
     query: Query, forecast: LayoutForecast, tokens: float | None = None, price: float | None = None
 ) -> Row:
-    """A layout as a flat row: settings, numbers, seconds and bytes by part.
+    """Return a layout's flat row: settings, speed, seconds and bytes by part.
 
-    Days and price are for so many tokens, at the price of a GPU for an hour.
+    Days and price are for `tokens` tokens, `price` per GPU and hour.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
     seq, batch, seconds = query.run.data.seq_length, query.run.train.global_batch_size, step.total
-    counted, rate = (query.run.model, seq, batch), batch * seq / seconds
+    shape, rate = (query.run.model, seq, batch), batch * seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
-    model = model_flops(*counted, layout.tp) * per_gpu
+    model = model_flops(*shape, layout.tp) * per_gpu
     low, high = time_range(query.hardware, query.run.model, layout.gpus)[0]
     length = None if tokens is None else tokens / rate
     sizes = ("micro_batch", "global_batch")
@@ -56,7 +56,7 @@ def as_row(
         "step_high_s": seconds * high,
         "tokens_per_s": rate,
         "model_tflops": model,
-        "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
+        "hardware_tflops": hardware_flops(*shape, layout.recompute, layout.tp) * per_gpu,
         "mfu": model * 1e12 / query.hardware.peak(query.run.precision.dtype),
         "days": None if length is None else length / DAY,
         "gpus": layout.gpus,
@@ -68,67 +68,67 @@ def as_row(
 
 
 def memory_row(memory: DeviceMemory) -> Row:
-    """Bytes of a device and of each part."""
+    """Return a row of the bytes of a device and of each part."""
     parts = {f"{name.replace(' ', '_')}_bytes": value for name, value in memory.parts.items()}
     return {"memory_bytes": memory.total, **parts}
 
 
 def write_rows(config: PlannedRunConfig, command: str, facts: Mapping[str, Any], screen: Console) -> None:
-    """Write the rows of a command where `out` is given: the last of `facts`, as a .csv, or all as JSON."""
+    """Write `out` if it is set: the rows, the last of `facts`, as .csv, or all facts as JSON."""
     *_, rows = facts.values()
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     is_table = config.out is not None and Path(config.out).suffix == ".csv"
-    whole = {"format": f"mlm-plan-{command}-1", "settings": to_dict(config), **facts}
-    save_result(config.out, text.getvalue().encode() if is_table else whole, screen.print)
+    document = {"format": f"mlm-plan-{command}-1", "settings": to_dict(config), **facts}
+    save_result(config.out, text.getvalue().encode() if is_table else document, screen.print)
 
 
 def format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def fit(needed: float, capacity: float) -> str:
-    """`needs 42.5 GiB of 79.2 GiB: fits, 36.7 GiB left`."""
-    left = capacity - needed
-    words = f"fits, {gib(left)} left" if left >= 0 else f"does not fit by {gib(-left)}"
+def format_fit(needed: float, capacity: float) -> str:
+    """Return `needs 42.5 GiB of 79.2 GiB: fits, 36.7 GiB left`."""
+    free = capacity - needed
+    words = f"fits, {gib(free)} left" if free >= 0 else f"does not fit by {gib(-free)}"
     return f"needs {gib(needed)} of {gib(capacity)}: {words}"
 
 
 def time_range(hardware: HardwareConfig, model: ModelConfig, gpus: int) -> tuple[Range, list[str]]:
-    """Range of a step's time, as shares of it, and what it rests on."""
+    """Return the range of a step's time, as shares of it, and the assumptions of the prediction."""
     constants = "constants of other programs (`mlm plan calibrate` measures this one's)"
-    rests = ["this machine's rate at usual sizes" if hardware.is_calibrated else constants]
+    assumptions = ["this machine's rate at usual sizes" if hardware.is_calibrated else constants]
     if hardware.network_is_assumed and gpus > hardware.devices_per_node:
-        rests.append("links between nodes that were not measured")
+        assumptions.append("links between nodes that were not measured")
     if architecture_of(model).experts:
-        rests.append("even loads of experts")
-    return (COMPARED if len(rests) == 1 else UNCOMPARED), rests
+        assumptions.append("even loads of experts")
+    return (COMPARED if len(assumptions) == 1 else UNCOMPARED), assumptions
 
 
-def time_caution(rests: Iterable[str]) -> str:
-    """A line on what times rest on."""
+def time_caution(assumptions: Iterable[str]) -> str:
+    """Return a line on the assumptions of predicted times."""
     caution = "times are ranges that held four of five published runs, and speeds are the prediction's"
-    return f"{caution}: they rest on {' and '.join(rests)}"
+    return f"{caution}: they rest on {' and '.join(assumptions)}"
 
 
-def spread(low: float, high: float, form: Callable[[float], str]) -> str:
-    """`226-319 ms`: a range of values."""
+def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
+    """Format a range of values as `226-319 ms`."""
     first, last = form(low), form(high)
     number, _, unit = first.partition(" ")
     return f"{number if last.endswith(f' {unit}') else first}-{last}"
 
 
 def wide_screen() -> Console:
-    """A console of the width that the tables need where the terminal's is less."""
+    """Return a console at least as wide as the tables."""
     screen = console()
     screen.width = max(screen.width, WIDTH)
     return screen
 
 
 def show_table(screen: Console, title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """Print a table if it has rows, whole numbers with commas."""
+    """Print a table if it has rows; integers have commas."""
     grid, rows = table(title, *columns), list(rows)
     grid.padding = 0
     for row in rows:

@@ -1,7 +1,7 @@
-"""A pipeline schedule simulated: drawn by `mlm plan schedule`, and timed for plans. No torch, no model.
+"""Simulation of a pipeline schedule: drawn by `mlm plan schedule`, and timed for plans. No torch, no model.
 
-In the picture each rank has a line, time goes from left to right, folded to the screen's width. A cell begins
-with the op's letter and is filled with dashes, on the colour of its op; idle time is dots.
+The drawing has a line per rank, time from left to right, folded to the screen's width. A computation begins
+with its op's letter and is filled with dashes, in the colour of its op; idle time is dots.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,14 @@ def run(config: PlanScheduleConfig) -> Plan:
     draw(plan, screen)
     screen.print(f"\nbubble    {plan.bubble:.2%} of the ideal time")
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
-    held = " ".join(map(str, plan.peak_in_flight))
-    screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
+    in_flight = " ".join(map(str, plan.peak_in_flight))
+    screen.print(
+        f"in flight {in_flight}: micro-batches of which a rank holds activations, in each of its chunks"
+    )
     ending = Path(config.out or "").suffix
     content: bytes | dict[str, Any]
     if ending in (".svg", ".png"):
-        content = picture(plan, config.out, ending[1:])
+        content = render_picture(plan, config.out, ending[1:])
     else:  # a forward pass of a chunk takes 1; F3.1 is of chunk 1
         content = {
             "format": "mlm-schedule-1",
@@ -60,23 +62,23 @@ def run(config: PlanScheduleConfig) -> Plan:
 
 
 def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:
-    """The time of all micro-batches through all stages; `costs` are the p * v stages'.
+    """Return the time of all micro-batches through p * v stages with these costs.
 
-    Of a long step the first rounds of p micro-batches are simulated: each further one takes as long as the
-    last of them.
+    A long step is simulated for its first rounds of p micro-batches; each further round takes as long as the
+    last of these.
     """
     split = name == "zb_h1"
     few = (3 if split else 2) * p + m % p
     if m <= few or m * p * v <= LEAST_SIMULATED:
-        return _simulated(_steps(name, p, v, m), p, costs, split=split)[0]
-    elapsed, period = _simulated(_steps(name, p, v, few), p, costs, split=split)
-    if name != "1f1b":  # forwards all come first, or weight gradients last: the end is not like the rest
-        period = elapsed - _simulated(_steps(name, p, v, few - p), p, costs, split=split)[0]
+        return _simulate(_steps(name, p, v, m), p, costs, split=split)[0]
+    elapsed, period = _simulate(_steps(name, p, v, few), p, costs, split=split)
+    if name != "1f1b":  # all forward passes come first, or weight gradients last: rounds differ
+        period = elapsed - _simulate(_steps(name, p, v, few - p), p, costs, split=split)[0]
     return elapsed + period * (m - few) / p
 
 
-def _simulated(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool) -> tuple[float, float]:
-    """Time of the last end, and of p micro-batches at the end of the last stage."""
+def _simulate(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool) -> tuple[float, float]:
+    """Return the time of the step, and of the last p micro-batches at the end of the last stage."""
     _, ends = times_of(steps, p, costs, split=split)
     last = len(costs) - 1
     losses = [end for step, end in zip(steps, ends, strict=True) if step.op == 1 and step.stage == last]
@@ -85,27 +87,27 @@ def _simulated(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool)
 
 @cache
 def _steps(name: str, p: int, v: int, m: int) -> list[Step]:
-    """A schedule's actions in an order in which each comes after all that it needs; no cost changes it."""
+    """Return a schedule's actions, each after its inputs; the order does not depend on costs."""
     return ordered(build_schedule(name, stages=p, chunks=v, micro_batches=m))
 
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
-INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
+INPUT_GRADIENT = "input gradient"  # BACKWARD in a schedule with WEIGHT actions
 IDLE = "."
-MOST_LINES = 60  # of a picture
+MAX_LINES = 60  # of a drawing on the terminal
 HUES = {Op.FORWARD: "rgb(43,108,176)", Op.BACKWARD: "rgb(39,119,73)", Op.WEIGHT: "rgb(192,86,33)"}
 
 
 def draw(plan: Plan, screen: Console) -> None:
-    """Print all ranks' timelines, folded to the screen's width, of long ones the start; and a legend.
+    """Print all ranks' timelines, folded to the screen's width and truncated, and a legend.
 
     The shortest computation takes a time of 1.
     """
     chunks, margin = plan.num_stages // len(plan.timeline), len(f"rank {len(plan.timeline) - 1}  ")
     cell = max(len(label(span.action, chunks)) for rank in plan.timeline for span in rank)
     columns, width = round(plan.makespan * cell), max(screen.width - margin, 20)
-    shown = min(columns, width * max(MOST_LINES // (len(plan.timeline) + 1), 2))
-    lines = [row(spans, chunks, cell, shown) for spans in plan.timeline]
+    shown = min(columns, width * max(MAX_LINES // (len(plan.timeline) + 1), 2))
+    lines = [timeline_text(spans, chunks, cell, shown) for spans in plan.timeline]
     for start in range(0, shown, width):
         for rank, line in enumerate(lines):
             name = Text(f"{f'rank {rank}':<{margin}}")
@@ -120,10 +122,10 @@ def draw(plan: Plan, screen: Console) -> None:
     screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
 
 
-MOST_LABELS = 2000
+MAX_LABELS = 2000
 
 
-def picture(plan: Plan, out: str | None, form: str) -> bytes:
+def render_picture(plan: Plan, out: str | None, form: str) -> bytes:
     """Return the timelines of all ranks as SVG or PNG. Raises UserError without matplotlib."""
     rc_context = load_extra("matplotlib", f"out={out}", "reproduce").rc_context
     figures = load_extra("matplotlib.figure", f"out={out}", "reproduce")
@@ -138,7 +140,7 @@ def picture(plan: Plan, out: str | None, form: str) -> bytes:
             times = [(span.start, span.end - span.start) for span in spans if span.action.op is op]
             style = {"label": name if rank == 0 else None, "edgecolor": "white", "linewidth": 0.5}
             axes.broken_barh(times, (rank - 0.45, 0.9), facecolors=colour, **style)
-    if sum(map(len, plan.timeline)) <= MOST_LABELS:
+    if sum(map(len, plan.timeline)) <= MAX_LABELS:
         for rank, spans in enumerate(plan.timeline):
             for span in spans:
                 style = {"color": "white", "fontsize": 6, "ha": "center", "va": "center"}
@@ -155,13 +157,13 @@ def picture(plan: Plan, out: str | None, form: str) -> bytes:
 
 
 def label(action: Action, chunks: int) -> str:
-    """Label of a cell: F3, and on the second of two chunks f3; of more chunks F3.2."""
+    """Return the label of a computation: F3, in the second of two chunks f3, of more chunks F3.2."""
     letter = action.op.value.lower() if chunks == 2 and action.chunk else action.op.value
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if chunks > 2 else "")
 
 
-def row(spans: Sequence[TimedAction], chunks: int, cell: int, columns: int) -> Text:
-    """A rank's computations and idle times in the first columns, `cell` for the shortest computation."""
+def timeline_text(spans: Sequence[TimedAction], chunks: int, cell: int, columns: int) -> Text:
+    """Return a rank's timeline in the first `columns`; `cell` columns are a time of 1."""
     line = Text()
     for span in spans:
         if len(line) >= columns:

@@ -1,7 +1,7 @@
-"""The fastest of the valid layouts of a number of devices that fit.
+"""Branch and bound for the fastest valid layouts that fit.
 
-What cannot be among them, by a time and a memory that it cannot be below (`CostModel.bound`,
-`MemoryModel.bound`), is neither simulated nor counted: the result equals trying all.
+Layouts that lower bounds of time and memory exclude (`CostModel.bound`, `MemoryModel.bound`) are neither
+simulated nor counted; the result equals an exhaustive search.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,16 @@ class LayoutForecast:
 
 @dataclass
 class SearchResult:
-    """The best layouts, and what became of the others."""
-
     best: list[LayoutForecast]
     """The fastest first."""
     candidates: int
-    """Valid layouts."""
+    """Number of valid layouts."""
     nearest: tuple[PlannedLayout, float] | None
-    """Of the layouts that do not fit and might be among the best, the leanest, with the bytes that it
-    lacks."""
+    """The layout that lacks least memory among those that do not fit and may be as fast, and the bytes that
+    it lacks."""
 
 
-class Models:
+class Forecaster:
     def __init__(self, query: Query) -> None:
         self.query = query
         self.counts = counts_of(query.run, query.hardware.device)
@@ -43,7 +41,7 @@ class Models:
 
     @cached_property
     def cost(self) -> CostModel:
-        """The model of time, of hardware whose peaks are known."""
+        """The model of time; needs hardware with known peaks."""
         return CostModel(self.counts, self.query.hardware, self.query.gpus)
 
     def forecast(self, layout: PlannedLayout) -> LayoutForecast:
@@ -51,22 +49,22 @@ class Models:
 
 
 def search(query: Query, most: int = 10) -> SearchResult:
-    """The fastest layouts that fit, the fastest first."""
-    models, capacity, valid = Models(query), query.memory_bytes, list(layouts(query))
+    """Return the `most` fastest layouts that fit."""
+    forecaster, capacity, valid = Forecaster(query), query.memory_bytes, list(layouts(query))
     best, too_large = list[LayoutForecast](), list[tuple[float, int]]()
-    for bound, n in sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid)):
+    for bound, n in sorted((forecaster.cost.bound(layout), n) for n, layout in enumerate(valid)):
         if len(best) >= most and bound > best[most - 1].step.total:
             break
-        layout, least = valid[n], models.memory.bound(valid[n])
-        if least > capacity or models.memory.worst(layout).total > capacity:
+        layout, least = valid[n], forecaster.memory.bound(valid[n])
+        if least > capacity or forecaster.memory.worst(layout).total > capacity:
             too_large.append((least, n))
         else:
-            candidate = models.forecast(layout)
+            candidate = forecaster.forecast(layout)
             best = sorted([*best, candidate], key=lambda x: (x.step.total, x.memory.total))
     nearest: tuple[PlannedLayout, float] | None = None
     for least, n in sorted(too_large):
         if nearest is not None and least - capacity >= nearest[1]:
             break
-        lacks = models.memory.worst(valid[n]).total - capacity
+        lacks = forecaster.memory.worst(valid[n]).total - capacity
         nearest = nearest if nearest is not None and nearest[1] <= lacks else (valid[n], lacks)
     return SearchResult(best[:most], len(valid), nearest)

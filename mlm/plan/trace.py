@@ -1,11 +1,11 @@
-"""Trace of what operators do, for a model of time: products, attention, bytes moved, and communication.
+"""Trace of operators for a model of time: products, attention, bytes moved, and communication.
 
-Events are kept by place: the phase of a step and the label of the module that computes. A message is under
-way from its start to its wait, as the program orders them, so that what is computed in between may hide it.
+Events are grouped by place: the phase of a step and the label of the module that computes. A message is in
+flight from its start to its wait, in program order, so that computation in between may hide it.
 
-Of kernels that are not products two sums of bytes are kept. Eager: each reads its operands from memory and
-writes its results there. Fused, as a compiler makes them: a tensor that a kernel of the same place made is
-not read again, each other is read once, and what nothing but kernels of that place reads is never written.
+Kernels other than products have two sums of bytes. Eager: each kernel reads its operands from memory and
+writes its results. Fused, as by a compiler: a kernel does not read the results of kernels of the same place,
+reads each other tensor once, and results that only kernels of that place read are never written.
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ from torch import Tensor
 from mlm.parallel.watch import Wait, Watch
 
 ALLOCATIONS = ("empty", "new_empty", "_local_scalar_dense", "is_", "equal")
-"""Beginnings of the names of operators that touch no element."""
+"""Prefixes of the names of operators that touch no element."""
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
-"""Operators that do not read what they write."""
+"""Operators that overwrite a tensor without reading it."""
 LOOKUPS = ("embedding", "index", "index_select", "gather", "index_put_", "_index_put_impl_", "index_add_")
 """Operators that read or write some rows of a table."""
 Place = tuple[str, str]
-"""Phase of a step, and label of what computes."""
+"""Phase of a step, and label of the computing module."""
 
 
 class Product(NamedTuple):
@@ -35,14 +35,14 @@ class Product(NamedTuple):
     k: float
     n: float
     bytes: int
-    """Of both operands and the result."""
+    """Operands and result."""
     operand: int
-    """Bytes of an element of the operands: 1 of 8-bit floats."""
+    """Bytes per element of the operands: 1 for 8-bit floats."""
 
 
 class Attention(NamedTuple):
     flops: float
-    """Of a causal one the half that is not masked."""
+    """Without the masked half of causal attention."""
     bytes: int
 
 
@@ -52,13 +52,13 @@ class Message(NamedTuple):
     ranks: int
     """Size of the axis."""
     bytes: int
-    """Of the whole tensor, that is the gathered one, or the one that is reduced and scattered."""
+    """Full tensor: after a gather, before a reduction or scatter."""
     number: int = 0
     """Number in the trace; 0 for a type of message."""
 
     @property
     def ring_bytes(self) -> float:
-        """Bytes that this rank sends, if collectives go round a ring: never its own share."""
+        """Bytes that this rank sends if collectives run over a ring."""
         n = self.ranks
         share = {"all-reduce": 2 * (n - 1) / n, "receive": 0.0}
         share |= dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), (n - 1) / n)
@@ -66,7 +66,7 @@ class Message(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A communication whose result is needed from here on."""
+    """The wait for a message."""
 
     number: int
 
@@ -84,17 +84,19 @@ class Work:
 
 
 class Trace:
-    """Work by place, as a `Meter` reports operators."""
+    """Work by place, from the operators that a `Meter` reports."""
 
     def __init__(self) -> None:
         self.passes: list[defaultdict[Place, Work]] = [defaultdict(Work)]
-        """Work by place: before the first pass, and from the beginning of each."""
-        self._pending: dict[int, tuple[Place, int]] = {}
-        """Place and bytes of what a kernel made and no other place has read yet, by storage."""
-        self._read: defaultdict[int, set[Place]] = defaultdict(set)
-        self._under_way: defaultdict[str, list[int]] = defaultdict(list)
+        """Work by place: before the first pass, and of each pass."""
+        self._unwritten: dict[int, tuple[Place, int]] = {}
+        """Place and bytes of kernels' results that no other place has read yet, by storage."""
+        self._readers: defaultdict[int, set[Place]] = defaultdict(set)
+        """Places that have read a storage."""
+        self._in_flight: defaultdict[str, list[int]] = defaultdict(list)
+        """Numbers of messages by axis."""
         self._wait: tuple[str, Place] | None = None
-        """Axis of a communication that begins or is waited for: what follows tells which."""
+        """Axis of a message that begins or is waited for, and the place; the next operator tells which."""
         self._messages = 0
         self.place: Place = ("", "")
         """Place of the newest operator."""
@@ -104,33 +106,33 @@ class Trace:
         return self.passes[-1]
 
     def begin_pass(self) -> None:
-        """Note work from here on as of another pass."""
+        """Begin another pass: later work belongs to it."""
         self.passes.append(defaultdict(Work))
 
     def waiting(self, axis: str) -> None:
-        """Note that the program begins a communication, or waits for one."""
+        """Record that the program begins a message on an axis, or waits for one."""
         self._end_wait()
         self._wait = axis, self.place
 
     def _end_wait(self) -> None:
         if self._wait is not None:
             axis, place = self._wait
-            if self._under_way[axis]:
-                self.work[place].events.append(Waited(self._under_way[axis].pop(0)))
+            if self._in_flight[axis]:
+                self.work[place].events.append(Waited(self._in_flight[axis].pop(0)))
             self._wait = None
 
     def message(self, place: Place, message: Message) -> None:
         self.place, self._wait = place, None
         self._messages += 1
-        self._under_way[message.axis].append(self._messages)
+        self._in_flight[message.axis].append(self._messages)
         self.work[place].events.append(message._replace(number=self._messages))
 
     def operator(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, flops: int
     ) -> None:
-        """Note an operator; `flops` are its products', 0 if it has none."""
+        """Record an operator; `flops` counts its products."""
         if func.namespace == "c10d":
-            self._write_pending(tensors_of(args))
+            self._write_results(tensors_of(args))
             return
         self.place = place
         self._end_wait()
@@ -139,48 +141,48 @@ class Trace:
         changed = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
         written = list(tensors_of(x for key, x in arguments.items() if key in changed))
         skips = name in OVERWRITES or "out" in changed
-        read = list(tensors_of(x for key, x in arguments.items() if not (skips and key in changed)))
-        before = {x.untyped_storage()._cdata for x in (*read, *written)}
+        operands = list(tensors_of(x for key, x in arguments.items() if not (skips and key in changed)))
+        before = {x.untyped_storage()._cdata for x in (*operands, *written)}
         results = [x for x in tensors_of([out]) if x.untyped_storage()._cdata not in before]
         for x in results:
-            self._pending.pop(x.untyped_storage()._cdata, None)
-            self._read.pop(x.untyped_storage()._cdata, None)
+            self._unwritten.pop(x.untyped_storage()._cdata, None)
+            self._readers.pop(x.untyped_storage()._cdata, None)
         if name.startswith(ALLOCATIONS) or not (results or written):
             return
         if flops or name in LOOKUPS:
-            self._write_pending(read)
+            self._write_results(operands)
         work = self.work[place]
         if flops:
-            work.events.append(product_of(name, arguments, read, results or written, flops))
+            work.events.append(product_of(name, arguments, operands, results or written, flops))
             return
         work.kernels += 1
         if name in LOOKUPS:
-            size = 2 * (sum(map(bytes_of, results)) or bytes_of(read[-1]))
+            size = 2 * (sum(map(bytes_of, results)) or bytes_of(operands[-1]))
             work.eager_bytes += size
             work.fused_bytes += size
             return
-        work.eager_bytes += sum(map(bytes_of, (*read, *results, *written)))
-        for x in read:
+        work.eager_bytes += sum(map(bytes_of, (*operands, *results, *written)))
+        for x in operands:
             key = x.untyped_storage()._cdata
-            if key in self._pending and self._pending[key][0] == place:
+            if key in self._unwritten and self._unwritten[key][0] == place:
                 continue
-            self._write_pending([x])
-            if place not in self._read[key]:
-                self._read[key].add(place)
+            self._write_results([x])
+            if place not in self._readers[key]:
+                self._readers[key].add(place)
                 work.fused_bytes += bytes_of(x)
         work.fused_bytes += sum(map(bytes_of, written))
-        self._pending |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in results}
+        self._unwritten |= {x.untyped_storage()._cdata: (place, bytes_of(x)) for x in results}
 
-    def _write_pending(self, read: Iterable[Tensor]) -> None:
-        """Count as written what a kernel made and something else reads."""
-        for x in read:
-            place, size = self._pending.pop(x.untyped_storage()._cdata, (None, 0))
+    def _write_results(self, tensors: Iterable[Tensor]) -> None:
+        """Count the writes of kernels' results that another place reads."""
+        for x in tensors:
+            place, size = self._unwritten.pop(x.untyped_storage()._cdata, (None, 0))
             if place is not None:
                 self.work[place].fused_bytes += size
 
 
 class TracedWatch(Watch):
-    """Reports to a trace where communications begin and are waited for."""
+    """Reports the begins and waits of messages to a trace."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -192,10 +194,10 @@ class TracedWatch(Watch):
 
 
 def product_of(
-    name: str, arguments: Mapping[str, Any], read: list[Tensor], results: list[Tensor], flops: int
+    name: str, arguments: Mapping[str, Any], operands: list[Tensor], results: list[Tensor], flops: int
 ) -> Event:
-    """The event of an operator with products."""
-    size = sum(map(bytes_of, (*read, *results)))
+    """Return the event of an operator with products."""
+    size = sum(map(bytes_of, (*operands, *results)))
     if "attention" in name:
         return Attention(flops / 2 if arguments.get("is_causal") else flops, size)
     a = next(arguments[key] for key in ("mat1", "batch1", "self") if key in arguments)
@@ -206,12 +208,12 @@ def product_of(
 
 
 def bytes_of(x: Tensor) -> int:
-    """Bytes that a tensor takes in memory: its storage's if it is expanded."""
+    """Bytes of a tensor in memory; an expanded one has those of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among values, and in lists of them."""
+    """Yield the tensors among values and in nested lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -219,12 +221,12 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def joined(works: Iterable[Work]) -> Work:
-    """Sum of works, their events in order."""
-    whole = Work()
+def sum_work(works: Iterable[Work]) -> Work:
+    """Return the sum of works, with their events in order."""
+    total = Work()
     for work in works:
-        whole.events += work.events
-        whole.eager_bytes += work.eager_bytes
-        whole.fused_bytes += work.fused_bytes
-        whole.kernels += work.kernels
-    return whole
+        total.events += work.events
+        total.eager_bytes += work.eager_bytes
+        total.fused_bytes += work.fused_bytes
+        total.kernels += work.kernels
+    return total

@@ -216,7 +216,7 @@ def test_a_layers_gradient_sums_are_hidden_and_its_results_are_not() -> None:
 
 
 def test_the_last_message_is_never_hidden() -> None:
-    exposed = cost(multiprocessors=None).exposed
+    exposed = cost(multiprocessors=None).exposed_time
     assert exposed(10.0, 4.0, 5) == 6.0
     assert exposed(10.0, 9.5, 5) == exposed(10.0, 100.0, 5) == 2.0
     assert exposed(10.0, 0.0, 5) == 10.0
@@ -228,14 +228,14 @@ def test_messages_slow_what_hides_them(window: float) -> None:
     """16 of an A100's 108 multiprocessors pass messages: the rest computes 92/108 as fast until they end."""
     slowed = min(10.0, window * 108 / 92)  # while both run
     elapsed = max(10.0, slowed + window - slowed * 92 / 108)
-    assert cost().exposed(10.0, window) == pytest.approx(elapsed - window)
+    assert cost().exposed_time(10.0, window) == pytest.approx(elapsed - window)
 
 
 def test_interleaved_chunks_hide_messages_of_others_for_p_micro_batches() -> None:
     """A chunk's gradients are complete before p micro-batches of each chunk that is before it."""
     model = cost(16, devices_per_node=1, network_gbps=0.1)
     plain, interleaved = (PlannedLayout(pp=4, vp=vp, dp=4, global_batch=32) for vp in (1, 3))
-    backward = sum(stage.backward for stage in model.stages(interleaved)[::4])
+    backward = sum(stage.backward for stage in model.stage_costs(interleaved)[::4])
     less = model.step(plain).parts["dp"] - model.step(interleaved).parts["dp"]
     assert less == pytest.approx((4 - 1) * backward)
 

@@ -12,9 +12,9 @@ from mlm.models.shape import count_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
 from mlm.plan import run_forecast
-from mlm.plan.forecast import most_of_small, of_run
+from mlm.plan.forecast import forecast_lines, small_run_bound
 from mlm.plan.hardware import GIB, preset
-from mlm.plan.report import COMPARED, UNCOMPARED, format_seconds, spread, time_range
+from mlm.plan.report import COMPARED, UNCOMPARED, format_range, format_seconds, time_range
 from mlm.plan.run_forecast import Forecast, forecast, summary
 from mlm.runs.config import PretrainConfig
 from mlm.util.errors import UserError
@@ -38,8 +38,8 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
     (line,) = summary(found)
     low, high = COMPARED
-    took = spread(low * found.row["step_s"], high * found.row["step_s"], format_seconds)
-    mfu = spread(found.row["mfu"] / high, found.row["mfu"] / low, "{:.0%}".format)
+    took = format_range(low * found.row["step_s"], high * found.row["step_s"], format_seconds)
+    mfu = format_range(found.row["mfu"] / high, found.row["mfu"] / low, "{:.0%}".format)
     assert line == (
         f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {took} a step "
         f"and {mfu} MFU expected (DGX A100 80GB, 512 ranks; "
@@ -58,9 +58,9 @@ def test_times_are_ranges_that_are_wider_where_nothing_was_compared() -> None:
     assert time_range(one_node, dense, 8) == usual
     assert time_range(one_node, dense, 16)[0] == UNCOMPARED
     assert time_range(measured, experts, 8) == (UNCOMPARED, [*usual[1], "even loads of experts"])
-    assert spread(1.6, 3.08, format_seconds) == "1.6-3.08 s"
-    assert spread(0.72, 1.12, format_seconds) == "720 ms-1.12 s"
-    assert spread(0.32, 0.5, "{:.0%}".format) == "32%-50%"
+    assert format_range(1.6, 3.08, format_seconds) == "1.6-3.08 s"
+    assert format_range(0.72, 1.12, format_seconds) == "720 ms-1.12 s"
+    assert format_range(0.32, 0.5, "{:.0%}".format) == "32%-50%"
 
 
 def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
@@ -79,19 +79,19 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
     monkeypatch.setattr(run_forecast, "hardware_here", lambda *_: hardware)
     assert family_of(config.model.kind).causal  # the run imports its family anyway
     begin = time.process_time()
-    found = of_run(config, 3072)
+    found = forecast_lines(config, 3072)
     assert time.process_time() - begin < 10
     assert len(found) == 2
 
 
 def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
-    assert len(of_run(config, 1)) == 1
+    assert len(forecast_lines(config, 1)) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
-    assert of_run(own, 1) == []
+    assert forecast_lines(own, 1) == []
     monkeypatch.setattr(run_forecast, "forecast", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(module, "most_of_small", lambda *_: 0.0)
-    assert of_run(config, 1) == []
+    monkeypatch.setattr(module, "small_run_bound", lambda *_: 0.0)
+    assert forecast_lines(config, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_small_runs_on_cpus_need_less_than_their_bound(
 ) -> None:
     config = load_config("pretrain", [*TINY, *words.split()])
     monkeypatch.setattr(module, "host_memory", lambda: 64 * GIB)
-    assert ranks * forecast(config, ranks).memory < most_of_small(config, ranks) < 16 * GIB
+    assert ranks * forecast(config, ranks).memory < small_run_bound(config, ranks) < 16 * GIB
     monkeypatch.setattr(module, "host_memory", lambda: 1 * GIB)
-    assert most_of_small(config, ranks) == 0.0
+    assert small_run_bound(config, ranks) == 0.0
 
 
 @pytest.mark.slow

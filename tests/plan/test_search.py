@@ -12,7 +12,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.hardware import preset
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.search import Models, search
+from mlm.plan.search import Forecaster, search
 from mlm.runs.checks import check_pretrain
 from mlm.runs.config import TrainConfig
 from tests.plan.planned import planned_run
@@ -38,7 +38,7 @@ def test_best_layouts_equal_those_of_brute_force(
     model: ModelConfig, gpus: int, batch: int, fixed: dict[str, object]
 ) -> None:
     asked = query(model, gpus, batch, fixed=fixed)
-    models = Models(asked)
+    models = Forecaster(asked)
     tried = [models.forecast(layout) for layout in layouts(asked)]
     fitting = sorted(p.step.total for p in tried if p.memory.total <= asked.memory_bytes)
     assert all(models.cost.bound(p.layout) <= p.step.total * (1 + 1e-9) for p in tried)

@@ -122,7 +122,7 @@ def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a forecast where a calibrated machine would have one; plans end with one line."""
-    monkeypatch.setattr("mlm.plan.forecast.most_of_small", lambda *_: 0.0)
+    monkeypatch.setattr("mlm.plan.forecast.small_run_bound", lambda *_: 0.0)
     own = ["model.kind=mine:LOUD", "optimizer.kind=mine:Asking"]
     typed = ["model=gpt2_tiny", *own, "data=synthetic", *SHORT]
     assert main(["pretrain", *typed, f"out={tmp_path / 'run'}"]) == 0

@@ -83,7 +83,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         check_start(config.out, ctx)
         mirror = stack.enter_context(mirroring(config, ctx))
         if ctx.is_main:  # before memory is taken
-            for line in forecast.of_run(config, ctx.world_size):
+            for line in forecast.forecast_lines(config, ctx.world_size):
                 print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         if config.lora.rank:
