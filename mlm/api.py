@@ -66,7 +66,7 @@ def load(
     tokenizer: str | Path | None = None,
     ctx: ParallelContext | None = None,
 ) -> "Model":
-    """Load a trained model, at any layout whatever layout it was trained at. Collective over all ranks.
+    """Load a trained model at any layout, independent of its layout in training. Collective over all ranks.
 
     Args:
         ckpt: Run directory (its latest checkpoint; of a finetuned run the best), checkpoint (step-…), or

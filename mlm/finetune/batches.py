@@ -1,6 +1,6 @@
 """The rows of each step, and their micro-batches of sequences of about equal length.
 
-All of it is a function of the rows' lengths, the seed and the step: every rank computes the same plan at any
+Both are functions of the rows' lengths, the seed and the step: every rank computes the same plan at any
 layout, and a resumed run continues where it stopped.
 
 Shapes: E examples of a micro-batch, C texts of each, T = E * C texts, S tokens.
@@ -41,18 +41,18 @@ class TaskBatch:
     """Targets. [E] int64 (classification, choice) or [E, 2] int64 (span: first and last token), −100 where
     not scored; [E] float64 (regression), NaN where not scored."""
     first_sample: int
-    """Number of its first example in the whole run: dropout streams are a function of it."""
+    """Number of its first example in the run: dropout streams are a function of it."""
     examples: tuple[int, ...] = ()
-    """Numbers of the examples; fewer than E if one only fills up."""
+    """Numbers of the examples; empty in a filler."""
 
     def sample(self, text: int, position: int | None = None) -> int:
-        """Return the number of the example of a text, for incidents; -1 where it only fills up."""
+        """Return the number of the example of a text, for incidents; -1 in a filler."""
         number = text // (len(self.tokens) // len(self.labels))
         return self.examples[number] if number < len(self.examples) else -1
 
 
 class ExampleOrder:
-    """The batches of each epoch: each example once, with examples of about equal length in a batch.
+    """The batches of each epoch: each example once, with examples of about equal length per batch.
 
     Args:
         examples: all training examples.
@@ -110,7 +110,7 @@ class Batcher:
     ) -> list[TaskBatch]:
         """Return this rank's micro-batches of the numbered examples; equally many on each rank.
 
-        Each text's dropout stream is a function of its place in the batch, whatever the layout.
+        A text's dropout stream is a function of its position in the batch, at any layout.
 
         Args:
             examples: all examples of a split.
@@ -131,7 +131,7 @@ class Batcher:
         return batches
 
     def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbered examples in units that a micro-batch holds whole, here of one each."""
+        """Return the numbered examples in indivisible units of a micro-batch, here of one example."""
         return [[n] for n in numbers]
 
     def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:

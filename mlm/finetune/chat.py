@@ -1,4 +1,4 @@
-"""Types of task on conversations: answers of the assistant, and preferences among two (arXiv:2305.18290)."""
+"""Types of task on conversations: the assistant's answers, and preferences (arXiv:2305.18290)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText
 from mlm.finetune.examples import encode as encode_texts
-from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
+from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, column_value
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import Problem
@@ -55,7 +55,7 @@ class Chat(TaskType):
         try:
             talk = read_conversation(record, column, keep_nulls=task.keep_nulls)
         except KeyError:
-            present(record, column)  # raises the error of a record without it
+            column_value(record, column)  # raises the error of a record without it
             raise
         except ChatError as error:
             raise RowError(f"'{column}': {error}") from error
@@ -106,13 +106,13 @@ class Preferences(Chat):
     needs_template = False
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the checked row of a record: a prompt and two texts, or two conversations with that prompt.
+        """Return the checked row of a record: a prompt and two texts, or two conversations with one prompt.
 
-        Without a prompt both answers are full conversations. Raises RowError.
+        Without a prompt column the answers hold it. Raises RowError.
         """
         prompt, *names = task.columns
         before = record.get(prompt)
-        answers = [present(record, name) for name in names]
+        answers = [column_value(record, name) for name in names]
         pair: list[Any]
         changes: tuple[str, ...] = ()
         if isinstance(before, str) or (before is None and all(isinstance(text, str) for text in answers)):
@@ -153,7 +153,7 @@ def make_example(
     """
     inputs, labels, notes = list[InputText](), list[NDArray[np.int64]](), dict[str, None]()
     for text in texts:
-        ids = text.ids[:max_length].copy()  # a view would keep the rest
+        ids = text.ids[:max_length].copy()  # a view would hold the full text in memory
         inputs.append(InputText(ids, len(ids)))
         labels.append(np.full(len(ids), IGNORE_INDEX, dtype=np.int64))
         labels[-1][:-1] = np.where(text.is_answer[1 : len(ids)], ids[1:], IGNORE_INDEX)
@@ -178,11 +178,11 @@ def json_text(value: Any, column: str) -> str:
 def read_text_pair(
     record: Mapping[str, Any], prompt: str | None, answers: Sequence[Any], columns: Sequence[str]
 ) -> list[str]:
-    """Return prompt and answers that are texts; without a prompt their common beginning. Raises RowError."""
+    """Return prompt and two answers as texts; the prompt may be their common beginning. Raises RowError."""
     questions = ("question", "instruction", "input", "query")  # columns of prompts in other data sets
-    if unread := [name for name in (SYSTEM, OPTIONS, TOOLS, *questions, *MEDIA) if record.get(name)]:
+    if ignored := [name for name in (SYSTEM, OPTIONS, TOOLS, *questions, *MEDIA) if record.get(name)]:
         fix = "write messages, or set task.columns" if prompt is None else "write messages"
-        raise RowError(f"'{unread[0]}' is not read beside answers that are texts: {fix}")
+        raise RowError(f"'{ignored[0]}' is not read beside answers that are texts: {fix}")
     texts = [check_text(text or "", name) for text, name in zip((prompt, *answers), columns, strict=True)]
     for name, text in zip(columns[1:], texts[1:], strict=True):
         if not text:
@@ -198,9 +198,9 @@ def read_text_pair(
 def read_message_pair(
     record: Mapping[str, Any], prompt: Any, answers: Sequence[Any], task: TaskConfig
 ) -> list[Conversation]:
-    """Return both conversations, each with the number of messages of their prompt. Raises RowError.
+    """Return both conversations, with the number of messages in their prompt. Raises RowError.
 
-    Without a prompt it is the messages with which both begin.
+    Without a prompt column the prompt is their common first messages.
     """
     column, *names = task.columns
     for name, messages in zip(task.columns, (prompt, *answers), strict=True):
@@ -227,10 +227,10 @@ def read_message_pair(
 def encode_pair(pair: Sequence[Any], tokenizer: Tokenizer, frame: Frame) -> list[Tokens]:
     """Return the tokens of the chosen and the rejected text of a pair. Raises ChatError.
 
-    Both answers begin where the first of them differs from the prompt.
+    Both answers begin at the first token where one of the texts differs from the prompt.
     """
     if isinstance(pair[0], str):
-        # prompt and answer are one text with its end
+        # prompt and answer are tokenised as one text
         prompt, *texts = encode_texts([pair[0], pair[0] + pair[1], pair[0] + pair[2]], tokenizer)
         begin = min(common_start(prompt, text) for text in texts)
         ended = [np.concatenate([text, frame.end]) for text in texts]

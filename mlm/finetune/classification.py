@@ -14,12 +14,12 @@ from mlm.finetune.rows import (
     NO_LABEL,
     RowError,
     TaskRow,
+    as_list,
     check_text,
+    column_value,
     parse_label,
-    present,
+    quote,
     read_texts,
-    sequence,
-    shown,
 )
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, format_prediction
 from mlm.inference.scoring import mean_stderr
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Labelling(TaskType):
-    """Base of the types that answer with one of task.labels."""
+    """Base of the types that predict one of task.labels."""
 
     modules = ("sklearn.metrics",)
     names_labels = True
@@ -80,8 +80,8 @@ class OneOrTwoTexts(TaskType):
                 was_truncated = len(a) + len(b) > room
                 if was_truncated:
                     short = min(len(a), len(b), room // 2)
-                    kept = (short, room - short) if len(a) <= len(b) else (room - short, short)
-                    a, b = a[: kept[0]], b[: kept[1]]
+                    size_a = short if len(a) <= len(b) else room - short
+                    a, b = a[:size_a], b[: room - size_a]
                 text = frame.two(a, b)
             yield [Example(number, (text,), row.label)], was_truncated
 
@@ -127,7 +127,7 @@ class MultipleChoice(Labelling):
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         *columns, column = task.columns
         texts = read_texts(task, record, columns)
-        options = sequence(present(record, column))
+        options = as_list(column_value(record, column))
         if options is None or not all(isinstance(option, str) for option in options):
             raise RowError(
                 f"'{column}' holds {type_of(record[column])}, not a list of texts: fix or delete it"
@@ -142,11 +142,11 @@ class MultipleChoice(Labelling):
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
-        """Yield an example of one text per option.
+        """Yield an example with one text per option.
 
-        A text is question and option, truncated to task.question_length, and what fits of the article:
-        [CLS] question option [SEP] article [SEP], as Megatron-LM's tasks/race. GPT-2 reads the article first,
-        so that its last token has seen the option.
+        A text is question and option, truncated to task.question_length, and the truncated article:
+        [CLS] question option [SEP] article [SEP], as in Megatron-LM's tasks/race. GPT-2 reads the article
+        first, so that its last token attends to the option.
         """
         articles = encode((clean_text(row.texts[0]) for row in rows), tokenizer)
         questions = encode(
@@ -175,7 +175,7 @@ class Regression(OneOrTwoTexts):
         return 1
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
-        """Return the row with its number; None without one. Raises RowError."""
+        """Return the row, its label a number or None. Raises RowError."""
         texts, value = read_texts(task, record, task.columns), record.get(task.label)
         if value is None or value == "":
             return TaskRow(id, texts, None)
@@ -184,13 +184,13 @@ class Regression(OneOrTwoTexts):
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise RowError(f"{task.label}={shown(value)} is no number: fix or delete it")
+            raise RowError(f"{task.label}={quote(value)} is no number: fix or delete it")
         if task.label_range is not None and not task.label_range[0] <= number <= task.label_range[1]:
             if number == NO_LABEL:
                 return TaskRow(id, texts, None)
             low, high = task.label_range
             raise RowError(
-                f"{task.label}={shown(value)} is not in {low:g} to {high:g}: fix or delete it, "
+                f"{task.label}={quote(value)} is not in {low:g} to {high:g}: fix or delete it, "
                 f"or set task.label_range"
             )
         return TaskRow(id, texts, number)
@@ -221,7 +221,7 @@ def clean_text(text: str) -> str:
     Source: Megatron-LM's clean_text.
     """
     text = re.sub(r"\s+", " ", text)
-    for _ in range(3):  # " . . . " overlaps: once does not find all
+    for _ in range(3):  # matches in " . . . " overlap: one pass misses some
         text = text.replace(" . ", ". ")
     return text
 

@@ -77,7 +77,7 @@ class TaskConfig:
     """Its configuration."""
     subsets: tuple[str, ...] = ()
     """Prefixes of the ids of the task's rows, such as middle and high of RACE; other rows are left out. Files
-    may be in folders of these names. Empty takes all."""
+    may be in folders of these names. Empty takes all rows."""
     train: str = "train"
     """Split to train on."""
     validations: tuple[str, ...] = ("validation",)
@@ -94,8 +94,8 @@ class TaskConfig:
 
     Longer ones are truncated."""
     question_length: Annotated[int | None, POSITIVE, OnlyIf("kind", "choice", "span")] = None
-    """Tokens kept of a question (kind span), or of a question with its option (kind choice); null keeps all
-    that leave room for the rest."""
+    """Maximum tokens of a question (kind span), or of a question with its option (kind choice); null allows
+    all that leave room for the other text."""
     doc_stride: Annotated[int, NOT_NEGATIVE, SPAN] = 128
     """Kind span: tokens that two neighbouring windows of a context share."""
     max_answer_length: Annotated[int, POSITIVE, SPAN] = 30
@@ -150,8 +150,8 @@ class TaskDataConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: Annotated[InputPath | None, CONVERSATIONS] = None
-    """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
-    tokenizer's, and turns does so too, with each answer as it is rendered when nothing follows it."""
+    """Jinja file with the chat template of task.kind=chat; chatml is built in; null takes the tokenizer's,
+    and turns does too, with each answer rendered as the last message."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Rows that cannot be read or rendered: stop names the first ten of each split, skip trains on the others
     and lists them."""
@@ -159,7 +159,7 @@ class TaskDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneDataConfig(TaskDataConfig):
-    """Source of a task's rows, and what is predicted of them."""
+    """Source of a task's rows, and whether to predict its tests."""
 
     predict_tests: Annotated[bool, OnlyIf("task.tests")] = False
     """Write predictions of the task's test splits with the best checkpoint."""
@@ -172,8 +172,8 @@ class FinetuneTrainConfig:
     epochs: Annotated[int | None, POSITIVE, Aliases("num_epochs", "num_train_epochs")] = None
     """Passes over the training rows; null takes task.epochs, or more for task.min_steps."""
     global_batch_size: Annotated[int | None, POSITIVE, Aliases("train_batch_size")] = None
-    """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left. null takes
-    task.batch_size, or less for task.min_steps."""
+    """Rows per step over all data-parallel ranks; the last step of an epoch has the remaining rows. null
+    takes task.batch_size, or less for task.min_steps."""
     micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""

@@ -10,7 +10,7 @@ from mlm.config.build import to_dict
 from mlm.convert.source import Checkpoint, Source
 from mlm.finetune.chat import Preferences
 from mlm.finetune.config import REFERENCE_FREE, EvalTaskConfig
-from mlm.finetune.inputs import Start, read_start, tokenize_split
+from mlm.finetune.inputs import StartModel, read_start, tokenize_split
 from mlm.finetune.registry import check_installed, task_type
 from mlm.finetune.results import BAD_ROWS, DATA_COLUMNS, DATA_PATH, resolve_best
 from mlm.finetune.scoring import Scorer, one_label_warning, prediction_files
@@ -34,11 +34,11 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     try:
         source = open_for_layout(config.ckpt, config.parallel)
         check_installed(config.task)
-        start = start_of(config, source)
+        start = read_start_model(config, source)
         if problems := task_problems(config, start):
             return problems
-        for name in splits(config):
-            start.tokenize(config.task, split_of(config, name, start).select([0]))
+        for name in split_names(config):
+            start.tokenize(config.task, read_task_split(config, name, start).select([0]))
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
@@ -51,29 +51,29 @@ def preflight(config: EvalTaskConfig) -> list[str]:
             "chat=true`"
         )
     elif config.predictions is not None:
-        names = [file for name in splits(config) for file in prediction_files(task, name)]
+        names = [file for name in split_names(config) for file in prediction_files(task, name)]
         problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return problems
 
 
-def start_of(config: EvalTaskConfig, source: Source | None = None) -> Start:
-    """Read what `ckpt` names, but no tensor; of a run's own rows those are left out that it left out."""
+def read_start_model(config: EvalTaskConfig, source: Source | None = None) -> StartModel:
+    """Read `ckpt` without its tensors; on the run's own rows, skip the rows that it skipped."""
     start = read_start(config, source)
-    left_out = config.data.path is None and saved_state(start).get(BAD_ROWS) == "skip"
-    return replace(start, skips=start.skips or left_out)
+    skipped = config.data.path is None and saved_state(start).get(BAD_ROWS) == "skip"
+    return replace(start, skips=start.skips or skipped)
 
 
-def saved_state(start: Start) -> dict[str, Any]:
+def saved_state(start: StartModel) -> dict[str, Any]:
     """Return the checkpoint's record of its finetuning; empty for a model of another program."""
     source = start.source
     saved = source.manifest.state.get(FINETUNING, {}) if isinstance(source, Checkpoint) else {}
     return saved if isinstance(saved, dict) else {}
 
 
-def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
+def read_task_split(config: EvalTaskConfig, name: str, start: StartModel) -> TaskSplit:
     """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
 
-    Of a single file of conversations, take the rows that the run held out. Raises UserError.
+    From the run's single file of conversations only the held-out rows. Raises UserError.
     """
     task, data, saved = config.task, config.data, saved_state(start)
     if data.path is not None:
@@ -84,7 +84,7 @@ def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     return held_out_part(replace(task, held_out=float(share)), split, path)
 
 
-def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
+def task_problems(config: EvalTaskConfig, start: StartModel) -> list[str]:
     task, model, kind = config.task, start.model, task_type(config.task.kind)
     saved = saved_state(start).get("depends_on", {})
     other = saved.get("task.name", task.name)
@@ -94,26 +94,28 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
     if not kind.is_chat and model.head not in ("classification", "span"):
         return [f"ckpt={config.ckpt} was not finetuned on a task: {remedy}"]
     if (model.head, model.num_labels) != (kind.head, kind.num_labels(task)):
-        what = "spans" if model.head == "span" else f"{model.num_labels} outputs per text"
-        return [f"ckpt={config.ckpt} has a head for {what}, which is not that of task {task.name}: {remedy}"]
+        outputs = "spans" if model.head == "span" else f"{model.num_labels} outputs per text"
+        return [
+            f"ckpt={config.ckpt} has a head for {outputs}, which is not that of task {task.name}: {remedy}"
+        ]
     if isinstance(kind, Preferences) and task.loss not in REFERENCE_FREE:
         return [
             f"task.loss={task.loss}: compares with the model before training; its scores are in result.json"
         ]
-    now = {**to_dict(task), "max_length": start.max_length}
+    settings = {**to_dict(task), "max_length": start.max_length}
     return [
-        f"task.{key}={format_value(now[key])}: ckpt={config.ckpt} was finetuned with {format_value(then)}; "
-        f"use task.{key}={format_value(then)}"
+        f"task.{key}={format_value(settings[key])}: ckpt={config.ckpt} was finetuned with "
+        f"{format_value(value)}; use task.{key}={format_value(value)}"
         for key in ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
-        if (then := saved.get(f"task.{key}", now[key])) != now[key]
+        if (value := saved.get(f"task.{key}", settings[key])) != settings[key]
     ]
 
 
-def splits(config: EvalTaskConfig) -> tuple[str, ...]:
+def split_names(config: EvalTaskConfig) -> tuple[str, ...]:
     return config.task.validations if config.split is None else (config.split,)
 
 
-def result_path(config: EvalTaskConfig, start: Start) -> Path:
+def result_path(config: EvalTaskConfig, start: StartModel) -> Path:
     if config.out is not None:
         return Path(config.out)
     name = f"eval-{config.task.name}.json"
@@ -124,14 +126,14 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
 
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
-    begin, start, task = time.monotonic(), start_of(config), config.task
+    begin, start, task = time.monotonic(), read_start_model(config), config.task
     trained = load_trained(start.source, config.parallel, config.precision, ctx)
     scorer = Scorer.of(trained.model, task, batch_size=config.batch_size, max_length=start.max_length)
     out = result_path(config, start)
     result_file = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []
-    for name in splits(config):
-        tokenized = tokenize_split(task, split_of(config, name, start), start)
+    for name in split_names(config):
+        tokenized = tokenize_split(task, read_task_split(config, name, start), start)
         folder = None if tokenized.split.has_labels else result_file.parent / "predictions"
         if config.predictions is not None:
             folder = Path(config.predictions)
@@ -169,14 +171,14 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         "config": to_dict(config),
         "seconds": round(time.monotonic() - begin, 3),
     }
-    aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
+    earlier = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     show_table(result, out)
     for scored in scores:
         if warning := one_label_warning(task, scored.tokenized.split, scored.predictions):
             console().print(one_line(warning))
-    if aside is not None:
-        console().print(f"the result there before: {one_line(aside)}")
+    if earlier is not None:
+        console().print(f"the result there before: {one_line(earlier)}")
 
 
 def show_table(result: dict[str, Any], out: Path) -> None:

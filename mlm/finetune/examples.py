@@ -1,9 +1,8 @@
-"""Examples: texts as token ids with special tokens, truncated to the length that a model reads.
+"""Examples: texts as token ids with special tokens, truncated to task.max_length.
 
-BERT reads [CLS] A [SEP] or [CLS] A [SEP] B [SEP], of which B [SEP] has token type 1 (arXiv:1810.04805,
-figure 2); a RoBERTa reads a second [SEP] before B, as its tokenizer says. GPT-2 reads A eod or A eod B eod,
-without token types; its prediction is read from the last token.
-Special tokens written out in a text are ordinary characters.
+BERT reads [CLS] A [SEP] or [CLS] A [SEP] B [SEP], where B [SEP] has token type 1 (arXiv:1810.04805,
+figure 2); RoBERTa reads a second [SEP] before B, by its tokenizer's files. GPT-2 reads A eod or A eod B eod,
+without token types, and predicts at the last token. Names of special tokens in a text are plain characters.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ class InputText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """Input of one output of the model: a row, or a part of one."""
+    """Input of one prediction: a row, or a window of one."""
 
     row: int
     """Index of the row in its split; windows of one context share it."""
@@ -45,22 +44,21 @@ class Example:
     label: Any
     """Target of the loss: an int, a float, or a tuple of ints; None without a label."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What was left out or rewritten, counted in the run's header."""
+    """Omissions and changes, counted in the run's header."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Special tokens around texts, and the tokens that a model may read."""
+    """Special tokens around texts, and the maximum length."""
 
     begin: Tokens
     """[1] for BERT, [0] for GPT-2."""
     end: Tokens
     """[1] after each text."""
     between: Tokens
-    """Between the texts of a pair: `end`, or of a RoBERTa twice `end`."""
+    """Between the texts of a pair: `end`, for RoBERTa twice."""
     causal: bool
-    """True if the model reads from left to right: its last token has seen all others. A second text has token
-    type 1 otherwise."""
+    """True for causal attention; otherwise a second text has token type 1."""
     max_length: int
 
     def room(self, texts: int) -> int:
@@ -96,5 +94,5 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
     while batch := list(islice(source, BATCH)):
         distinct = list(dict.fromkeys(batch))
         ids = (np.frombuffer(encoded, dtype=np.uint32) for encoded in tokenizer.encode_batch(distinct))
-        known = dict(zip(distinct, (encoded.astype(np.int32) for encoded in ids), strict=True))
-        yield from (known[text] for text in batch)
+        tokens = dict(zip(distinct, (encoded.astype(np.int32) for encoded in ids), strict=True))
+        yield from (tokens[text] for text in batch)

@@ -1,6 +1,6 @@
 """Inputs of finetuning and its evaluation: the model of `ckpt`, its tokenizer and rows, and their identity.
 
-The scores of a run are a function of `depends_on`, but for rounding.
+A run's scores are a function of `depends_on`, except for rounding.
 """
 
 import math
@@ -32,7 +32,7 @@ from mlm.util.errors import ConfigError, UserError, attempt, format_value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartModel:
     """The model that finetuning begins with."""
 
     source: Source
@@ -56,10 +56,10 @@ class Start:
         )
 
 
-def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = None) -> Start:
-    """Read what `ckpt` names, but no tensor; for a finetuning run, the best checkpoint. Raises UserError.
+def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = None) -> StartModel:
+    """Read `ckpt` without its tensors; of a finetuning run the best checkpoint. Raises UserError.
 
-    `source` is `ckpt`, if it is open already.
+    `source` is `ckpt` if it is already open.
     """
     task, source = config.task, source or open_source(config.ckpt)
     kind, model = task_type(task.kind), source.model
@@ -75,7 +75,7 @@ def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = 
         template, key = config.data.chat_template, "data.chat_template"
         if template or kind.needs_template or source.template_problem(file, key=key) is None:
             tokenizer.chat_template = source.load_chat_template(template, file, tokenizer, key=key)
-    return Start(
+    return StartModel(
         source=source,
         model=model,
         tokenizer=tokenizer,
@@ -84,7 +84,7 @@ def read_start(config: FinetuneConfig | EvalTaskConfig, source: Source | None = 
     )
 
 
-def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str, TaskSplit]:
+def read_splits(config: FinetuneConfig, start: StartModel | None = None) -> dict[str, TaskSplit]:
     """Read the rows to train on, to validate on and to predict, by the split's name.
 
     With `start` the first rows of each are rendered too. Raises ConfigError for all unusable rows.
@@ -93,7 +93,7 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
     names = (task.train, *task.validations, *(task.tests if data.predict_tests else ()))
     skips = data.bad_rows == "skip"
 
-    # problems of the first rows are listed with all others, before ranks start
+    # the first rows are rendered before ranks start, so that their problems are listed with all others
     def check(split: TaskSplit) -> RowProblems:
         part = split.select(range(min(1000, len(split))))
         return replace(start, skips=True).tokenize(task, part).problems if start and part.rows else ()
@@ -113,10 +113,10 @@ def read_splits(config: FinetuneConfig, start: Start | None = None) -> dict[str,
 SMALLEST_BATCH = 4
 
 
-def fit_length(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> FinetuneConfig:
-    """Set the batch size and the epochs that `train` leaves open, by the number of rows to train on.
+def choose_epochs_and_batch(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> FinetuneConfig:
+    """Set the batch size and the epochs that `train` leaves null, by the number of rows to train on.
 
-    They are the task's where these make task.min_steps; else the batch is halved, then epochs are added.
+    They are the task's if these make task.min_steps; else the batch is halved, then epochs are added.
     """
     task, rows = config.task, len(splits[config.task.train])
     epochs, batch = config.train.epochs or task.epochs, config.train.global_batch_size or task.batch_size
@@ -128,7 +128,7 @@ def fit_length(config: FinetuneConfig, splits: Mapping[str, TaskSplit]) -> Finet
     return replace(config, train=replace(config.train, epochs=epochs, global_batch_size=batch))
 
 
-def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
+def tokenize_split(task: TaskConfig, split: TaskSplit, start: StartModel) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
     if not tokenized.examples and not tokenized.truncated and tokenized.problems:
@@ -145,9 +145,9 @@ def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> Tokenize
 
 
 def load_body(shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext) -> Manifest:
-    """Load all weights but the new head, and adapters, from `ckpt`. Collective over all ranks.
+    """Load all weights except the new head and adapters from `ckpt`. Collective over all ranks.
 
-    A pooler that the checkpoint lacks is new too. Raises UserError, CorruptFileError.
+    A pooler that the checkpoint lacks stays new. Raises UserError, CorruptFileError.
     """
     body = [s for s in shards if not s.name.startswith("classifier.") and ".lora." not in s.name]
     return fill_parameters(body, source, ctx, initialize=False)
@@ -166,7 +166,7 @@ FREE = (
 Settings = dict[str, Any]
 
 
-def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Settings:
+def fixed_settings(config: FinetuneConfig, start: StartModel, splits: Mapping[str, TaskSplit]) -> Settings:
     """Return by key the settings that may not change in a run directory.
 
     Weights, tokenizer and rows are compared by digest: files may be moved. Raises UserError, OSError.
@@ -187,8 +187,8 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSp
     }
 
 
-def change_problems(config: FinetuneConfig, now: Settings) -> list[str]:
-    """Return what keeps a run from resuming from its folder; empty if it holds no checkpoint.
+def change_problems(config: FinetuneConfig, settings: Settings) -> list[str]:
+    """Return changed settings that prevent resuming; none without a checkpoint.
 
     Raises UserError, CorruptFileError.
     """
@@ -196,19 +196,19 @@ def change_problems(config: FinetuneConfig, now: Settings) -> list[str]:
     if newest is None:
         return []
     state = read_manifest(newest).state.get(FINETUNING)
-    then = state.get("depends_on") if isinstance(state, dict) else None
-    if not isinstance(then, dict):
+    saved = state.get("depends_on") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
         return [f"out={config.out}: holds checkpoints of another type of run: set another out=…"]
     problems = []
-    for name in (name for name in then if now.get(name) != then[name]):
+    for name in (name for name in saved if settings.get(name) != saved[name]):
         key, _, split = name.partition(" ")
-        saved = format_value(then[name])
-        value, other, remedy = {
+        saved_value = format_value(saved[name])
+        value, difference, remedy = {
             "ckpt": (config.ckpt, "other weights", "name those"),
             "data.tokenizer": (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
             "data.chat_template": (config.data.chat_template, "another chat template", "name that"),
             "data.path": (config.data.path, f"other rows of split {split}", "bring them back"),
-        }.get(key, (now.get(name), saved, f"use {key}={saved}"))
-        problem = f"out={config.out} was begun with {other}: {remedy}, or set another out=…"
+        }.get(key, (settings.get(name), saved_value, f"use {key}={saved_value}"))
+        problem = f"out={config.out} was begun with {difference}: {remedy}, or set another out=…"
         problems.append(f"{key}={format_value(value)}: {problem}")
     return problems

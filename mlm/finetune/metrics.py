@@ -31,7 +31,7 @@ def _correlation(name: str) -> Metric:
     def metric(labels: Values, values: Values) -> float:
         measure = getattr(load_extra("scipy.stats", NEEDS, EXTRA), name)
         correlation = float(measure(labels, values).statistic) if len(labels) > 1 else 0.0
-        return correlation if np.isfinite(correlation) else 0.0  # not a number when all are equal
+        return correlation if np.isfinite(correlation) else 0.0  # NaN when all are equal
 
     return metric
 
@@ -82,4 +82,4 @@ OF_NUMBERS: dict[str, Metric] = {
     "mae": mae,
 }
 ERRORS = frozenset({"mse", "rmse", "mae"})
-"""Metrics of numbers of which less is better."""
+"""Metrics of numbers whose lower values are better."""

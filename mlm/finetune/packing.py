@@ -1,9 +1,9 @@
 """Conversations and pairs of answers packed into sequences, and the losses on them.
 
-The conversations of a step are put into as few sequences as they fit in; a token attends to its own
-conversation alone, and positions restart in each. So packing changes no loss: it leaves out padding. Both
-answers of a pair are in one micro-batch, each in a separate text with the prompt. Log-likelihoods by the
-model that training began with are computed once, before training: no second model is held.
+A step's conversations are packed into few sequences; tokens attend within their conversation, and positions
+restart in each, so that packing saves padding and changes no loss. Both answers of a pair are in one
+micro-batch, each as a separate text with the prompt. The reference model's log-likelihoods are computed once,
+before training: no second model is in memory.
 
 Shapes: B sequences of a micro-batch, S tokens, E pairs.
 """
@@ -34,24 +34,22 @@ from mlm.training.pipelined import PipelinedModel
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch(Batch):
-    """One micro-batch; the label of a token is the next one, where an answer holds that, else −100."""
+    """One micro-batch; the label of a token is the next token if that is in an answer, else −100."""
 
     ends: Tensor | None
     """[B, S] bool: the last token of each conversation; None if no sequence holds two."""
     examples: tuple[int, ...] = ()
-    """Numbers of its conversations."""
+    """Numbers of its examples."""
+    texts_per_example = 1
 
     def sample(self, row: int, position: int | None = None) -> int:
-        """Return the number of the conversation at a position (or first) in a sequence, for incidents.
-
-        -1 where it only fills up.
-        """
+        """Return the number of the example at a position, for incidents; -1 in a filler."""
         if not self.examples:
             return -1
         if self.ends is None:
             return self.examples[row]
         before = int(self.ends[:row].sum()) + int(self.ends[row, : position or 0].sum())
-        return self.examples[min(before, len(self.examples) - 1)]
+        return self.examples[min(before // self.texts_per_example, len(self.examples) - 1)]
 
 
 class Packer(Batcher):
@@ -110,28 +108,28 @@ def example_tokens(example: Example) -> int:
 
 @dataclass(eq=False)
 class PairLabel:
-    """Labels of a chosen and a rejected answer, and what a reference model says of them."""
+    """Labels of a chosen and a rejected answer, and their reference log-likelihoods."""
 
     texts: tuple[NDArray[np.int64], NDArray[np.int64]]
-    """For each text, the next token where an answer holds it, else −100."""
+    """For each text, the next token if it is in the answer, else −100."""
     reference: tuple[float, float] = (0.0, 0.0)
-    """Log-likelihoods of both answers by the model that training began with; 0 where the loss needs none."""
+    """Log-likelihoods of both answers by the model before training; 0 if the loss does not need them."""
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the numbers of texts, the longest first, in packs of at most `room` tokens.
+    """Pack the numbers of texts, the longest first, into packs of at most `room` tokens.
 
     Each goes into the first pack with room for it (first-fit decreasing); a longer text is a pack alone.
     """
-    packs, left = list[list[int]](), list[int]()
+    packs, rooms = list[list[int]](), list[int]()
     for number, length in enumerate(lengths):
-        pack = next((i for i, free in enumerate(left) if length <= free), None)
+        pack = next((i for i, free in enumerate(rooms) if length <= free), None)
         if pack is None:
             packs.append([number])
-            left.append(room - length)
+            rooms.append(room - length)
         else:
             packs[pack].append(number)
-            left[pack] -= length
+            rooms[pack] -= length
     return packs
 
 
@@ -142,13 +140,13 @@ class AnswerLoss(NextToken):
         super().__init__(ctx, dtype, None)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
-        """Tokens and labels of a micro-batch, on the device, and the conversations to keep apart in it."""
+        """Return tokens and labels of a micro-batch on the device, and its conversations if packed."""
         assert isinstance(batch, PackedBatch)
         tokens, labels = (to_device(t, self.ctx.device) for t in (batch.tokens, batch.labels))
         if batch.ends is None:
             return tokens, labels, None
         ends = to_device(batch.ends, self.ctx.device)
-        # padding may be longer than any text, and the positions that a model has
+        # positions of padding may exceed max_positions
         is_padding = ends.flip(1).cumsum(1).flip(1) == 0
         positions = document_positions(ends).masked_fill(is_padding, 0)
         return tokens, labels, Documents(positions, document_spans(ends, self.dtype))
@@ -168,11 +166,7 @@ class PairBatch(PackedBatch):
     """[E, 2] int64: scored tokens of both answers."""
     reference: Tensor
     """[E, 2] float64: log-likelihoods of both answers by the reference model."""
-
-    def sample(self, row: int, position: int | None = None) -> int:
-        """Return the number of the pair at a position (or first) in a sequence, for incidents."""
-        number = int(self.texts[row, position or 0]) // 2
-        return self.examples[min(number, len(self.examples) - 1)] if self.examples else -1
+    texts_per_example = 2
 
 
 class PairPacker(Packer):
@@ -194,9 +188,9 @@ class PairPacker(Packer):
 
 
 class PairLoss(AnswerLoss):
-    """A loss of task.loss, mean over pairs, and the metrics logged with it.
+    """The loss of task.loss, mean over pairs, and the metrics logged with it.
 
-    A reward is beta (log p - log p of the reference model); without one, beta log p per token.
+    A reward is beta (log p - log p_reference); without a reference model, beta log p per token.
     """
 
     methods = ("log_likelihoods",)
@@ -238,19 +232,19 @@ class PairLoss(AnswerLoss):
 
     @torch.no_grad()
     def sums(self, chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:  # type: ignore[override]
-        one = torch.ones(len(self.metrics), dtype=torch.float64, device=self.ctx.device)
-        y = self.output(chunk, batch, one, None, x)
+        scale = torch.ones(len(self.metrics), dtype=torch.float64, device=self.ctx.device)
+        y = self.output(chunk, batch, scale, None, x)
         return y.double() if chunk.stage.is_last else y
 
     def parts_of(self, y: Tensor, lengths: Tensor, reference: Tensor) -> Tensor:
-        """Return the parts of each pair, [k, E], of log-likelihoods, numbers of tokens, and the reference's.
+        """Return `metrics` of each pair, [k, E]; only the loss, the first of them, is differentiable.
 
-        All are [E, 2] of (chosen, rejected); the first part alone is differentiable.
+        Log-likelihoods y, token counts and reference log-likelihoods are [E, 2] of (chosen, rejected).
         """
         task, change, mean = self.task, y - reference, y / lengths.clamp(min=1)
         reward = task.beta * (change if self.has_reference else mean)
         lead = reward[:, 0] - reward[:, 1]
-        if task.loss == "ipo":  # equation 17, of means per token as TRL has it
+        if task.loss == "ipo":  # equation 17, on means per token as in TRL
             gap = change / lengths.clamp(min=1)
             loss = (gap[:, 0] - gap[:, 1] - 1 / (2 * task.beta)).square()
         elif task.loss == "orpo":  # equations 4, 6 and 7; the odds of p = 1 are infinite
@@ -261,10 +255,10 @@ class PairLoss(AnswerLoss):
             smoothing = task.label_smoothing
             loss = -(1 - smoothing) * F.logsigmoid(lead_over) - smoothing * F.logsigmoid(-lead_over)
         reward, lead = reward.detach(), lead.detach()
-        rest = [(lead > 0).to(loss.dtype), lead, reward[:, 0], reward[:, 1]]
-        if self.has_reference:  # of log p_reference / p over both answers
-            rest.append(-change.detach().mean(1))
-        return torch.stack([loss, *rest])
+        parts = [loss, (lead > 0).to(loss.dtype), lead, reward[:, 0], reward[:, 1]]
+        if self.has_reference:  # kl: mean of log p_reference / p over both answers
+            parts.append(-change.detach().mean(1))
+        return torch.stack(parts)
 
     def scores(self, means: Sequence[float]) -> dict[str, float]:
         return dict(zip(self.metrics, means, strict=True))
@@ -273,7 +267,7 @@ class PairLoss(AnswerLoss):
 def set_reference(
     model: PipelinedModel, objective: PairLoss, examples: Sequence[Example], packer: Packer
 ) -> None:
-    """Make the model as it is the reference of these pairs. Collective over all ranks."""
+    """Set the pairs' reference log-likelihoods to the model's. Collective over all ranks."""
     flat = torch.zeros(len(examples), 2, dtype=torch.float64)  # each row is written by one rank
 
     def forward(chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Predictions in Python, for texts that are in no file, by the task that a model was finetuned on."""
+"""Predictions for texts in Python, by the task that a model was finetuned on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from mlm.convert.huggingface.mapping import label_entries
 from mlm.convert.source import ModelFolder
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.registry import check_task, task_type
+from mlm.finetune.registry import task_type
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Scorer
 from mlm.finetune.splits import TaskSplit, tokenize
@@ -31,15 +31,15 @@ def predict(trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, 
     """
     model = trained.config.model
     if model.head not in ("classification", "span"):
-        was, use = "was not finetuned on a task", "finetune it first, or use logits(tokens)"
+        problem, fix = "was not finetuned on a task", "finetune it first, or use logits(tokens)"
         if FINETUNING in trained.manifest.state:
-            was, use = "was finetuned to answer messages", "use chat(messages)"
-        raise UserError(f"{trained.path}: {was}; {use}")
+            problem, fix = "was finetuned to answer messages", "use chat(messages)"
+        raise UserError(f"{trained.path}: {problem}; {fix}")
     if not rows:
         return []
-    task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
+    task = read_task(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
     length = min(task.max_length, model.max_positions)
-    causal, split = family_of(model.kind).causal, split_of(task, rows)
+    causal, split = family_of(model.kind).causal, make_split(task, rows)
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     scorer = Scorer.of(trained.model, task, batch_size=batch_size, max_length=length)
     predictions = scorer.predict(tokenized)
@@ -54,7 +54,7 @@ def predict(trained: LoadedModel, tokenizer: Tokenizer, rows: Sequence[Any], *, 
     return answers
 
 
-def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
+def read_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     """Return the task that the checkpoint was finetuned on, or one for a classifier of another program.
 
     Raises UserError, and CorruptFileError for a record that does not suit the model.
@@ -69,8 +69,6 @@ def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     except ConfigError as error:
         reason = error.problems[0]
         raise CorruptFileError(f"{trained.path}: its task cannot be read ({reason}). {RESTORE}") from error
-    if problems := check_task(task):
-        raise ConfigError(problems)
     kind = task_type(task.kind)
     if (kind.head, kind.num_labels(task)) != (model.head, model.num_labels):
         raise CorruptFileError(f"{trained.path}: its head does not fit its task {task.name}. {RESTORE}")
@@ -78,7 +76,7 @@ def task_of(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
 
 
 def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
-    """Return a task for a classifier of `transformers`, its labels named as there."""
+    """Return a task for a classifier of `transformers`, with its names of labels."""
     model, path = trained.config.model, trained.path
     if model.head == "span" or model.num_labels < 2:
         raise UserError(
@@ -86,11 +84,11 @@ def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
             "`mlm eval TASK`, which names the task"
         )
     if isinstance(trained.source, ModelFolder):
-        known = trained.source.hf.kept.labels
+        names = trained.source.hf.kept.labels
     else:
         source = trained.manifest.state.get("source")
-        known = strings(source.get("labels")) if isinstance(source, dict) else ()
-    labels = tuple(label_entries(model, known)["label2id"])
+        names = strings(source.get("labels")) if isinstance(source, dict) else ()
+    labels = tuple(label_entries(model, names)["label2id"])
     return TaskConfig(
         name=path.name,
         columns=("text", "pair") if is_pair else ("text",),
@@ -100,7 +98,7 @@ def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     )
 
 
-def split_of(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
+def make_split(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
     """Return the rows as a split without labels. Raises UserError for one that the task cannot read."""
     kind, parsed = task_type(task.kind), list[TaskRow]()
     for number, row in enumerate(rows):

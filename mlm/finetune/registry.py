@@ -41,22 +41,22 @@ def check_task(task: TaskConfig) -> list[Problem]:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         problem = f"task.label_range={format_value([low, high])} must be the least and the largest label"
         problems.append(Problem(("task.label_range",), problem))
-    known = kind.metric_names or tuple(kind.metrics)
+    names = kind.metric_names or tuple(kind.metrics)
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
         problem = f"task.metrics={format_value(list(task.metrics))} must be one or more, all different"
         problems.append(Problem(("task.metrics",), problem))
     for name in task.metrics:
-        if name not in known:
-            near = nearest(name, known)
-            problem = f"task.metrics: '{name}' is none of kind {task.kind}'s ({', '.join(known)})"
+        if name not in names:
+            near = nearest(name, names)
+            problem = f"task.metrics: '{name}' is none of kind {task.kind}'s ({', '.join(names)})"
             problems.append(Problem(("task.metrics",), problem, f"did you mean '{near}'?" if near else ""))
         elif (unsuited := kind.metric_problem(task, name)) is not None:
             problems.append(unsuited)
     if task.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", task.hub):
         problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
-    for key, names in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
-        bad = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*", name)]
+    for key, values in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
+        bad = [name for name in values if not re.fullmatch(r"[\w-][\w.-]*", name)]
         fix = "use letters, digits, - and _"
         problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
     if not task.validations:

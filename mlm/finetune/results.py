@@ -17,7 +17,7 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
 from mlm.convert.source import ModelFolder
 from mlm.finetune.config import FinetuneConfig
-from mlm.finetune.inputs import Start
+from mlm.finetune.inputs import StartModel
 from mlm.finetune.registry import task_type
 from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
@@ -27,13 +27,13 @@ from mlm.util.ownership import claim_folder
 from mlm.util.terminal import add_row, console, one_line, table
 
 DATA_PATH = "data.path"
-"""Key in the state of the absolute path of the rows; null if they are the Hub's."""
+"""Key in the state of the absolute path of the rows; null for the Hub."""
 DATA_COLUMNS = "data.columns"
-"""Key in the state of the names of columns in these rows, by ours."""
+"""Key in the state of the file's columns by the task's."""
 BAD_ROWS = "data.bad_rows"
-"""Key in the state of what was done with rows that cannot be read or rendered."""
+"""Key in the state of data.bad_rows."""
 BASE = "base"
-"""Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
+"""Key in the state of the name of the model before finetuning: an id of the Hub, or a run's name."""
 
 Scores = dict[str, dict[str, float]]
 """Metrics by split."""
@@ -76,7 +76,7 @@ class Progress:
 
 
 def merit(scores: Scores, errors: Collection[str] = ()) -> float:
-    """Return the number that the best checkpoint has most of: the first metric, or less of an error."""
+    """Return the score that the best checkpoint maximises: the first metric, negative for an error."""
     name, value = next(iter(next(iter(scores.values())).items()))
     return -value if name in errors else value
 
@@ -116,15 +116,15 @@ class Result:
     config_digest: str
     versions: dict[str, str]
     notes: tuple[str, ...] = ()
-    """What was left out of the rows, or rewritten in them."""
+    """Rows left out or rewritten."""
 
 
-def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
+def read_finished_result(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
     """Return the result of a finished run with these settings and all requested predictions; else None."""
     try:
         result = from_dict(Result, parse_json(Path(config.out, RESULT).read_bytes()))
         best = resolve_best(config.out)
-    except (OSError, ValueError, RecursionError):  # none, or damaged: the run continues
+    except (OSError, ValueError, RecursionError):  # missing or damaged: the run continues
         return None
     predicted = bool(result.predictions) and all(Path(file).exists() for file in result.predictions)
     is_whole = best != config.out and (predicted or not config.data.predict_tests)
@@ -132,11 +132,11 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
 
 
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
-    several = len(results) > 1
+    is_several = len(results) > 1
     lines: list[tuple[object, Scores, object]] = [
         (result.seed, {**result.scores, **result.tests}, result.best_step) for result in results
     ]
-    if several:
+    if is_several:
         medians = median_scores([result.scores for result in results])
         tests = median_scores([result.tests for result in results])
         lines.append(("median", {**medians, **tests}, ""))
@@ -151,11 +151,11 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
             claim_folder(config.out, "run", writes=(RESULT,))
             write_atomic(Path(config.out) / RESULT, dump_json(document))
     title = f"finetune {config.task.name} · {one_line(config.ckpt)}"
-    grid, screen = table(title, *["seed"] * several, "split", "metric", "value#", "best step#"), console()
+    grid, screen = table(title, *["seed"] * is_several, "split", "metric", "value#", "best step#"), console()
     for seed, scores, best_step in lines:
         for split, metrics in scores.items():
             for name, value in metrics.items():
-                add_row(grid, *(seed,) * several, split, name, f"{value:.4f}", best_step)
+                add_row(grid, *(seed,) * is_several, split, name, f"{value:.4f}", best_step)
     if not is_new:
         screen.print(f"{one_line(config.out)} is finished: set another out=… to train again")
     screen.print(grid)
@@ -168,16 +168,18 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
             screen.print(f"predictions: {one_line(file)}")
 
 
-def median_scores(each_seed: Sequence[Scores]) -> Scores:
+def median_scores(scores_by_seed: Sequence[Scores]) -> Scores:
     return {
-        split: {name: median(scores[split][name] for scores in each_seed) for name in metrics}
-        for split, metrics in each_seed[0].items()
+        split: {name: median(scores[split][name] for scores in scores_by_seed) for name in metrics}
+        for split, metrics in scores_by_seed[0].items()
     }
 
 
-def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
+def header(
+    config: FinetuneConfig, trainer: Trainer, start: StartModel, examples: int
+) -> list[tuple[str, str]]:
     train, epochs = config.train, config.train.epochs
-    assert epochs, "set by fit_length"
+    assert epochs, "set by choose_epochs_and_batch"
     steps = trainer.config.train.steps // epochs
     origin = "transformers" if isinstance(start.source, ModelFolder) else "mlm"
     return [

@@ -1,4 +1,4 @@
-"""A row of a task, and checks of the fields of a record. Errors are raised without the record's place."""
+"""A row of a task, and checks of the fields of a record. Errors are raised without the record's location."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,27 +38,27 @@ class TaskRow:
     texts: tuple[str, ...]
     """In the order of task.columns."""
     label: Any
-    """JSON values: the index of a label or option, a number, or answers (none: unanswerable). None without a
-    label."""
+    """JSON values: the index of a label or option, a number, or answers, empty if unanswerable. None if
+    unlabelled."""
     options: tuple[str, ...] = ()
     """Type choice: the options to choose from."""
     changes: tuple[str, ...] = ()
-    """What was read otherwise than it is written, counted in the run's header."""
+    """Changes made while reading, counted in the run's header."""
 
 
 def read_texts(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     """Return the texts in these columns, none empty. Raises RowError."""
-    texts = tuple(check_text(present(record, column), column) for column in columns)
+    texts = tuple(check_text(column_value(record, column), column) for column in columns)
     for column, text in zip(columns, texts, strict=True):
         if not text.strip() and not task.allow_empty:
             raise RowError(f"'{column}' is empty: fill or delete it, or set task.allow_empty=true")
     return texts
 
 
-def present(record: Mapping[str, Any], column: str) -> Any:
+def column_value(record: Mapping[str, Any], column: str) -> Any:
     if column not in record:
-        known = ", ".join(one_line(key)[:40] for key in list(record)[:20]) or "none"
-        raise MissingColumnError(f"no column '{column}' (those there: {known}): set task.columns, or add it")
+        names = ", ".join(one_line(key)[:40] for key in list(record)[:20]) or "none"
+        raise MissingColumnError(f"no column '{column}' (those there: {names}): set task.columns, or add it")
     return record[column]
 
 
@@ -74,7 +74,7 @@ def check_text(value: Any, column: str) -> str:
 
 
 def parse_label(task: TaskConfig, value: Any) -> int | None:
-    """Return the index of a label, given by name or number; None without one. Raises RowError."""
+    """Return the index of a label's name or number; None without a label. Raises RowError."""
     if isinstance(value, str) and value in task.labels:
         return task.labels.index(value)
     number = parse_whole_number(value)
@@ -83,7 +83,7 @@ def parse_label(task: TaskConfig, value: Any) -> int | None:
     if number is None or not 0 <= number < len(task.labels):
         names = ", ".join(task.labels[:20])
         raise RowError(
-            f"{task.label}={shown(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
+            f"{task.label}={quote(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
             f"or set task.labels"
         )
     return number
@@ -107,10 +107,10 @@ def parse_whole_number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def sequence(value: Any) -> list[Any] | None:
+def as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list | tuple) else None
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     text = one_line(value)
     return repr(text if len(text) <= 60 else text[:60] + "…") if isinstance(value, str) else text[:60]

@@ -37,7 +37,7 @@ from mlm.util.terminal import progress_bar
 NOT_FINITE = ": use another checkpoint, a lower optimizer.lr, or precision=fp32"
 
 
-class Finetuning:
+class ExampleLoss:
     """The objective of finetuning on a type of task: the mean loss per example."""
 
     metrics: tuple[str, ...] = ("loss",)
@@ -79,19 +79,19 @@ class Finetuning:
         return scale * self.loss(y.to(loss_dtype(y.dtype)), labels, lengths)
 
     def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
-        one = torch.ones(1, dtype=torch.float64, device=self.ctx.device)
-        y = self.output(chunk, batch, one, None, x)
+        scale = torch.ones(1, dtype=torch.float64, device=self.ctx.device)
+        y = self.output(chunk, batch, scale, None, x)
         return y.double() if chunk.stage.is_last else y
 
 
-Objective = Finetuning | AnswerLoss
+Objective = ExampleLoss | AnswerLoss
 
 
 def make_objective(task: TaskConfig, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
     kind = task_type(task.kind)
     if isinstance(kind, Preferences):
         return PairLoss(ctx, dtype, task)
-    return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
+    return AnswerLoss(ctx, dtype) if kind.is_chat else ExampleLoss(kind, ctx, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Scorer:
         for example, output in zip(examples, outputs, strict=True):
             if not np.isfinite(output).all():
                 precision = next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype)
-                location = split.locations[example.row]  # the first; rows are not to blame
+                location = split.locations[example.row]
                 raise CheckFailedError(
                     f"the model's outputs of {location} are not finite in precision={precision}{NOT_FINITE}"
                 )
@@ -165,12 +165,12 @@ class Scorer:
     def compute_outputs(
         self, examples: Sequence[Example], advance: Callable[[int], None] = lambda count: None
     ) -> list[Output]:
-        """Return the head's outputs for each example in float32.
+        """Return the head's outputs for each example in float32; `advance` receives counts of examples done.
 
-        Every example goes through the model exactly once. `advance` receives the number of further ones done.
+        Every example runs through the model exactly once.
         """
         model, objective = self.model, self.objective
-        assert isinstance(objective, Finetuning), "conversations have no predictions"
+        assert isinstance(objective, ExampleLoss), "conversations have no predictions"
         spans = model.chunks[0].config.head == "span"
         width = 2 if spans else model.chunks[0].config.num_labels
         sizes = [width * (len(e.texts[0]) if spans else len(e.texts)) for e in examples]

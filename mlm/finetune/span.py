@@ -13,7 +13,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA
-from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
+from mlm.finetune.rows import RowError, TaskRow, as_list, check_text, parse_whole_number, quote, read_texts
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.inference.scoring import mean_stderr
 from mlm.parallel.config import IGNORE_INDEX
@@ -27,7 +27,7 @@ MODULE = "torchmetrics.functional.text"
 
 
 class Answer(NamedTuple):
-    """Words of a context that answer its question."""
+    """An answer to a question in its context."""
 
     text: str
     start: int
@@ -43,7 +43,7 @@ class Window(Example):
     offsets: NDArray[np.int32]
     """[n, 2] first character and end, in the context, of its n tokens in this window."""
     null: int
-    """Index of the token that stands for no answer: [CLS], or GPT-2's last token, which has seen all."""
+    """Index of the token that represents no answer: [CLS], or GPT-2's last token, which attends to all."""
 
 
 class SpanTask(TaskType):
@@ -59,7 +59,7 @@ class SpanTask(TaskType):
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
         if earlier:
-            raise RowError(f"{task.id}={shown(name)} is another row's too: change or delete it")
+            raise RowError(f"{task.id}={quote(name)} is another row's too: change or delete it")
         return name
 
     def least_room(self, task: TaskConfig) -> int:
@@ -92,8 +92,8 @@ class SpanTask(TaskType):
             words = texts[0][answer.start : answer.start + len(answer.text)]
             if answer.start < 0 or words != answer.text or not answer.text:
                 raise RowError(
-                    f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: "
-                    f"the context has {shown(words)} there: fix or delete it"
+                    f"answer_start={answer.start} of '{task.label}' is not where {quote(answer.text)} is: "
+                    f"the context has {quote(words)} there: fix or delete it"
                 )
         return TaskRow(id, texts, answers)
 
@@ -105,28 +105,29 @@ class SpanTask(TaskType):
         Neighbouring windows share task.doc_stride tokens of the context, as with transformers' tokenizers
         (return_overflowing_tokens). A window without the answer is labelled as unanswerable.
         """
-        longest = (frame.room(2) - task.doc_stride) // 2  # so that windows advance, by more than a token
+        longest = (frame.room(2) - task.doc_stride) // 2  # windows then advance by more than a token
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
             questions = encode((row.texts[1] for row in batch), tokenizer)
             distinct = list(dict.fromkeys(row.texts[0] for row in batch))
             contexts = dict(zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True))
             for number, (row, question) in enumerate(zip(batch, questions, strict=True), start):
-                asked = question[: task.question_length][:longest]
+                full_length = len(question)
+                question = question[: task.question_length][:longest]
                 ids, offsets = contexts[row.texts[0]]
-                size = frame.room(2) - len(asked)
+                size = frame.room(2) - len(question)
                 windows = list[Example]()
                 for begin in range(0, max(1, len(ids) - task.doc_stride), size - task.doc_stride):
                     part = slice(begin, begin + size)
-                    text = frame.two(asked, ids[part])
+                    text = frame.two(question, ids[part])
                     null = len(text) - 1 if frame.causal else 0
-                    first = len(frame.begin) + len(asked) + len(frame.between)
+                    first = len(frame.begin) + len(question) + len(frame.between)
                     label = span_label(row.label, offsets[part], first, null)
                     windows.append(Window(number, (text,), label, first, offsets[part], null))
-                yield windows, len(asked) < len(question)
+                yield windows, len(question) < full_length
 
     def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Mean of the losses of an answer's first and last token (arXiv:1810.04805, section 4.2), summed.
+        """Return the mean of the losses of an answer's first and last token, summed (arXiv:1810.04805, 4.2).
 
         outputs [E, S, 2], labels [E, 2].
         """
@@ -144,7 +145,7 @@ class SpanTask(TaskType):
     def predict(
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
-        """Return the best answer over all windows, or none if task.null_threshold says so.
+        """Return the best answer over all windows, or by task.null_threshold no answer.
 
         As SQuAD's baselines do (arXiv:1810.04805, sections 4.2 and 4.3).
         """
@@ -174,19 +175,19 @@ class SpanTask(TaskType):
 
 
 def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
-    """Return the answers of a record; None without any. Raises RowError.
+    """Return the answers of a record; None if it is unlabelled. Raises RowError.
 
-    In the Hub's form, {text: [...], answer_start: [...]}, or in SQuAD's own, a list of {text, answer_start}.
+    In the Hub's form, {text: [...], answer_start: [...]}, or in SQuAD's, a list of {text, answer_start}.
     """
     if value is None:
         return None
     if isinstance(value, Mapping):
-        texts, starts = sequence(value.get("text")), sequence(value.get("answer_start"))
+        texts, starts = as_list(value.get("text")), as_list(value.get("answer_start"))
         if texts is None or starts is None or len(texts) != len(starts):
             raise RowError(f"'{task.label}' has not as many text as answer_start: fix or delete it")
         pairs = list(zip(texts, starts, strict=True))
     else:
-        items = sequence(value)
+        items = as_list(value)
         if items is None or not all(isinstance(item, Mapping) for item in items):
             raise RowError(
                 f"'{task.label}' holds {type_of(value)}, not text and answer_start: fix or delete it"
@@ -197,7 +198,7 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
         number = parse_whole_number(start)
         if number is None:
             raise RowError(
-                f"answer_start={shown(start)} of '{task.label}' is no whole number: fix or delete it"
+                f"answer_start={quote(start)} of '{task.label}' is no whole number: fix or delete it"
             )
         answers.append(Answer(check_text(text, task.label), number))
     return tuple(answers)
@@ -238,10 +239,10 @@ def window_candidates(task: TaskConfig, window: Window, output: Output) -> list[
 def scores_by_question(
     task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
 ) -> dict[str, NDArray[np.float64]]:
-    """Return by metric the scores of the questions that it is the mean of: the best over the answers.
+    """Return for each metric the scores of its questions, over each question's answers the best.
 
-    A question without answer has the empty text for its answer (arXiv:1806.03822), so that each of the two is
-    1 for no answer, else 0.
+    The answer of an unanswerable question is the empty text (arXiv:1806.03822): F1 and exact match are 1 for
+    no answer, else 0.
     """
     scores, answerable = list[tuple[float, float]](), list[bool]()
     for row, prediction in zip(rows, predictions, strict=True):
@@ -260,15 +261,15 @@ def scores_by_question(
 
 
 def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[float, float]:
-    """Return (F1, exact match) of one answer, also if no word of a text counts, such as "The!".
+    """Return (F1, exact match) of one answer, also for texts without a word that counts, such as "The!".
 
-    SQuAD 1.1's evaluate-v1.1.py gives F1 = 0 where the answer has no word that counts; SQuAD 2.0's
-    evaluate-v2.0.py leaves such right answers out; without another, no answer is right.
+    For such an answer SQuAD 1.1's evaluate-v1.1.py gives F1 = 0. SQuAD 2.0's evaluate-v2.0.py leaves out such
+    reference answers; without a further one, no answer is right.
     """
     squad = load_extra(MODULE, "task.kind=span", EXTRA).squad
     if task.unanswerable:
         texts = [text for text in texts if normalize_answer(text)]
-    # one at a time: of many, torchmetrics adds up scores in float32
+    # one question at a time: torchmetrics sums scores in float32
     result = squad(
         [{"id": "", "prediction_text": value}], [{"id": "", "answers": {"text": list(texts) or [""]}}]
     )

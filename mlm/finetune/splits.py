@@ -54,7 +54,7 @@ class TaskSplit:
         return len(self.rows)
 
     def select(self, numbers: Sequence[int]) -> "TaskSplit":
-        """Return the split with these rows alone, and the digest of all."""
+        """Return the split with these rows only, and the digest of all."""
         return replace(
             self, rows=[self.rows[n] for n in numbers], locations=[self.locations[n] for n in numbers]
         )
@@ -71,18 +71,19 @@ def read_split(
 ) -> TaskSplit:
     """Read the rows of a split from the folder or file `path`, or from the Hub if it is None.
 
-    `columns` are names of the file by ours; `skips` leaves out rows that cannot be read; `check` finds
+    `columns` maps the task's columns to the file's; `skips` leaves out unreadable rows; `check` returns the
     problems of others. Raises UserError, with the `problem_lines`; CorruptFileError.
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, locations, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, skipped, others, number = list[RowProblem](), list[RowProblem](), 0, -1
+    problems, skipped, number = list[RowProblem](), list[RowProblem](), -1
+    outside_subsets = 0
     renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for location, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
-        # a record without the column is reported by parsing
+        # parsing reports a record without the column
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
-            others += 1
+            outside_subsets += 1
             continue
         try:
             number += 1
@@ -97,9 +98,9 @@ def read_split(
         except RowError as error:
             (skipped if skips else problems).append((location, error))
     has_labels = any(row.label is not None for row in rows)
-    unread = [(location, error) for location, error in problems if error is not unlabelled]
+    unreadable = [(location, error) for location, error in problems if error is not unlabelled]
     if rows and not has_labels:
-        problems = [*unread]
+        problems = unreadable.copy()
         if split in (task.train, *task.validations):
             missing = f"no row of split {split} has a label ('{task.label}'): set task.label, or add labels"
             problems.insert(0, (source, RowError(missing)))
@@ -113,19 +114,23 @@ def read_split(
         skipped=skipped,
     )
     unusable = check(task_split)
-    skippable = [] if skips else [*unread, *(unusable if kind.is_chat else ())]
+    skippable = [] if skips else [*unreadable, *(unusable if kind.is_chat else ())]
     raise_problems([*problems, *unusable], skippable)
     if not rows:
-        hint = f" ({others} have an {task.id} that begins with none of task.subsets={[*task.subsets]})"
-        raise UserError(f"{source}: split {split} holds no row{hint * bool(others)}: give another file")
+        hint = (
+            f" ({outside_subsets} have an {task.id} that begins with none of task.subsets={[*task.subsets]})"
+        )
+        raise UserError(
+            f"{source}: split {split} holds no row{hint * bool(outside_subsets)}: give another file"
+        )
     return task_split
 
 
 def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskSplit:
-    """Return a split that was read from `path`; its part of the rows, if `path` is a file of conversations.
+    """Return a split that was read from `path`; only its part of a single file of conversations.
 
-    Some are held out of task.train. Equal conversations are on one side. Which side is a function of the
-    conversation and its file alone. Raises UserError.
+    The file is divided into task.train and validation by the hash of each conversation, equal ones together.
+    Raises UserError.
     """
     if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
         return split
@@ -143,7 +148,7 @@ def held_out_part(task: TaskConfig, split: TaskSplit, path: str | None) -> TaskS
 
 
 def raise_problems(problems: RowProblems, skippable: RowProblems) -> None:
-    """Raise ConfigError if there are problems of rows; it says how the skippable ones are left out."""
+    """Raise ConfigError if there are problems of rows, with the setting that skips the skippable ones."""
     lines = problem_lines(problems)
     if skippable and not isinstance(skippable[0][1], MissingColumnError):
         lines[-1] += "; data.bad_rows=skip leaves such rows out"
@@ -152,9 +157,9 @@ def raise_problems(problems: RowProblems, skippable: RowProblems) -> None:
 
 
 def problem_lines(problems: RowProblems) -> list[str]:
-    """Return the first problems of rows and their locations, and the number of the others.
+    """Return the first problems of rows and their locations, and the number of further ones.
 
-    A file without a column lacks it in every row: that is one line, with the number of rows.
+    A column that all rows lack is one line, with the number of rows.
     """
     missing = Counter(str(error) for _, error in problems if isinstance(error, MissingColumnError))
     lines = list[str]()
@@ -172,7 +177,7 @@ def problem_lines(problems: RowProblems) -> list[str]:
 def digest_rows(rows: Sequence[TaskRow]) -> str:
     h = xxhash.xxh3_128()
     for row in rows:
-        # Parquet may hold a label in 4 bytes: 3.8 is then 3.79999995
+        # six digits: a float32 label of Parquet, 3.79999995, equals 3.8 of JSON
         label = f"{row.label:.6g}" if isinstance(row.label, float) else row.label
         h.update(json.dumps([row.id, row.texts, row.options, label]).encode())
         h.update(b"\n")
@@ -189,14 +194,14 @@ class TokenizedSplit:
     truncated: int
     """Rows that lost tokens because they were too long."""
     excluded_samples: int
-    """Truncated rows without an example: all that there is to learn was lost."""
+    """Truncated rows without an example: they lost all their answers."""
     max_length: int
     """Maximum tokens of a text."""
     problems: RowProblems = ()
     """Rows that were left out because they have no example: their locations and why."""
 
     def notes(self) -> list[str]:
-        """Return lines on the choice of rows, on what was left out or rewritten, and on truncated rows."""
+        """Return lines on the choice of rows, and on skipped, rewritten and truncated ones."""
         notes, split = [self.split.note] if self.split.note else [], self.split
         changes = Counter(note for row in split.rows for note in row.changes)
         changes += Counter(note for example in self.examples for note in example.notes)
@@ -260,7 +265,7 @@ def tokenize(
     )
 
 
-# ----- records of files, among them RACE's and SQuAD's as published, or of the Hub
+# ----- records of files, RACE's and SQuAD's as published, and of the Hub
 
 
 def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterator[Located]:
@@ -281,28 +286,27 @@ def read_split_records(task: TaskConfig, split: str, path: str | None) -> Iterat
 
 
 def rename_columns(rows: Iterable[Located], columns: Mapping[str, str], source: str) -> Iterator[Located]:
-    """Yield rows with names of the file replaced by ours. Raises UserError for one that no row has."""
-    unseen, known = set(columns.values()), dict[str, None]()
+    """Yield rows with the file's columns renamed to the task's. Raises UserError for one that no row has."""
+    missing, names = set(columns.values()), dict[str, None]()
     for location, record in rows:
         if columns:
-            unseen -= record.keys()
-            known |= dict.fromkeys(record)
-            rest = {name: value for name, value in record.items() if name not in columns.values()}
-            record = rest | {ours: record[name] for ours, name in columns.items() if name in record}
+            missing -= record.keys()
+            names |= dict.fromkeys(record)
+            renamed = {name: record[column] for name, column in columns.items() if column in record}
+            record = {key: value for key, value in record.items() if key not in columns.values()} | renamed
         yield location, record
-    if unseen:
-        choices = ", ".join(one_line(name)[:40] for name in list(known)[:20])
-        problem = f"{source} has no column {', '.join(sorted(unseen))}: use {choices}"
+    if missing:
+        choices = ", ".join(one_line(name)[:40] for name in list(names)[:20])
+        problem = f"{source} has no column {', '.join(sorted(missing))}: use {choices}"
         raise UserError(f"data.columns={format_value(dict(columns))}: {problem}")
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
-    """Return the files of a split: `path` itself, or those below it with the split's name.
+    """Return the files of a split: `path` itself, or the files below it with the split's name.
 
-    {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as
-    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset,
-    or else in `data`, where a clone of a data set of the Hub has them. `dev` is another name for
-    `validation`. Raises UserError.
+    {split}.jsonl and the like; {split}-00000-of-00002.parquet as on the Hub; {split}-v1.1.json as SQuAD is
+    published; {split}/{subset}/*.txt as RACE is; any of these in a folder named after a subset, or else in
+    `data`, as in a clone from the Hub. `dev` is another name for `validation`. Raises UserError.
     """
     if path.is_file():
         return [path]
@@ -371,11 +375,11 @@ def squad_records(file: Path) -> Iterator[Located]:
             yield location, article
             continue
         location = f"{file}:article {number}"
-        for at, paragraph in enumerate(members(article["paragraphs"], location, "paragraphs"), 1):
-            here = f"{location} paragraph {at}"
-            for index, qa in enumerate(members(paragraph.get("qas"), here, "qas"), 1):
+        for n, paragraph in enumerate(object_list(article["paragraphs"], location, "paragraphs"), 1):
+            place = f"{location} paragraph {n}"
+            for index, qa in enumerate(object_list(paragraph.get("qas"), place, "qas"), 1):
                 record = {**qa, "context": paragraph.get("context"), "title": article.get("title")}
-                yield f"{here} question {index}", record
+                yield f"{place} question {index}", record
 
 
 def race_records(file: str, content: Any) -> Iterator[Located]:
@@ -398,7 +402,7 @@ def race_records(file: str, content: Any) -> Iterator[Located]:
         yield f"{file}:question {number}", record
 
 
-def members(value: Any, location: str, name: str) -> list[Record]:
+def object_list(value: Any, location: str, name: str) -> list[Record]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise UserError(f"{location}: has no list of objects under '{name}', as SQuAD's files have: fix it")
     return value

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlm.finetune.batches import Batcher
 
 RowExamples = tuple[list[Example], bool] | ExampleError
-"""The examples of a row, and True if it lost tokens because it was too long; or why it has none."""
+"""The examples of a row and whether it was truncated, or the error of a row without examples."""
 Output = NDArray[np.float32]
 """Model output for one example: [num_labels] per text, or [n, 2] for the n tokens of a text (head span)."""
 
@@ -44,23 +44,22 @@ class TaskType(ABC):
     """A type of task. Subclasses define a row, its examples, the loss, and the prediction."""
 
     head: Literal["classification", "span", "language_model"] = "classification"
-    """Head of the model: num_labels outputs per text, two scores per token, or the one it was pretrained
-    with."""
+    """Head of the model: num_labels outputs per text, two scores per token, or the pretrained head."""
     batcher: "type[Batcher] | str" = "mlm.finetune.batches:Batcher"
     """Class that makes micro-batches of examples, or its import path: checks of a task need no torch."""
     loss_unit: str = "per example"
     """Unit of the loss in curves."""
     is_chat: bool = False
-    """True if rows are conversations: the tokenizer's chat template makes texts of them, and of a single file
-    task.held_out of the rows are validated on."""
+    """True if rows are conversations: the tokenizer's chat template renders them, and task.held_out divides a
+    single file."""
     needs_template: bool = True
-    """False if such rows may also be texts, for which no template is needed."""
+    """False if rows of conversations may also be plain texts, which need no template."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
     metric_names: tuple[str, ...] = ()
     """Names of the metrics of a type that overrides `score`; by default the keys of `metrics`."""
     errors: frozenset[str] = frozenset()
-    """Metrics of which less is better."""
+    """Metrics whose lower values are better."""
     modules: tuple[str, ...] = ()
     """Optional modules that the metrics import (the extra `mlm[finetune]`)."""
     columns: tuple[Sequence[int], str] | None = None
@@ -105,7 +104,7 @@ class TaskType(ABC):
         return name
 
     def least_room(self, task: TaskConfig) -> int:
-        """Least number of tokens that must be left for texts after the special tokens."""
+        """Fewest tokens of texts in a sequence, without special tokens."""
         return 2
 
     def problems(self, task: TaskConfig) -> list[Problem]:
@@ -134,7 +133,7 @@ class TaskType(ABC):
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
         values = np.array([prediction.value for prediction in predictions])
-        with warnings.catch_warnings(action="ignore"):  # of undefined scores, which are 0
+        with warnings.catch_warnings(action="ignore"):  # undefined scores are 0
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
     def standard_errors(

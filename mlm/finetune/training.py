@@ -27,10 +27,10 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import (
     Settings,
-    Start,
+    StartModel,
     change_problems,
-    depends_on,
-    fit_length,
+    choose_epochs_and_batch,
+    fixed_settings,
     load_body,
     read_splits,
     read_start,
@@ -47,8 +47,8 @@ from mlm.finetune.results import (
     Progress,
     Result,
     Scores,
-    finished,
     header,
+    read_finished_result,
     report,
 )
 from mlm.finetune.scoring import Objective, Scorer, make_objective, one_label_warning
@@ -79,10 +79,10 @@ FEW_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class RunInputs:
     """Model and examples, shared by the runs of all seeds."""
 
-    start: Start
+    start: StartModel
     train: TokenizedSplit
     validations: Sequence[TokenizedSplit]
     """One per split of task.validations."""
@@ -116,9 +116,9 @@ def preflight(config: FinetuneConfig) -> list[str]:
                 f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of "
                 f"tp={tp}, and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
             )
-        for seed_config in configs_by_seed(fit_length(config, splits)):
+        for seed_config in configs_by_seed(choose_epochs_and_batch(config, splits)):
             problems += run_start_problems(pretrain_config(seed_config, start, 1), compares=False)
-            problems += change_problems(seed_config, depends_on(seed_config, start, splits))
+            problems += change_problems(seed_config, fixed_settings(seed_config, start, splits))
     except UserError as error:
         return list(error.problems)
     return problems
@@ -129,13 +129,13 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     start, splits = read_start(config), read_splits(config)
-    configs, ranks = configs_by_seed(fit_length(config, splits)), Ranks.of(ctx)
+    configs, ranks = configs_by_seed(choose_epochs_and_batch(config, splits)), Ranks.of(ctx)
 
     def read_results() -> list[Any]:
-        if not ctx.is_main:  # one rank reads: two might see different things on a shared disk
+        if not ctx.is_main:  # one rank reads, as a shared disk may show ranks different files
             return []
-        settings = [depends_on(seed_config, start, splits) for seed_config in configs]
-        results = [finished(*pair) for pair in zip(configs, settings, strict=True)]
+        settings = [fixed_settings(seed_config, start, splits) for seed_config in configs]
+        results = [read_finished_result(*pair) for pair in zip(configs, settings, strict=True)]
         return [[s, result and asdict(result)] for s, result in zip(settings, results, strict=True)]
 
     def explain(error: Exception) -> UserError:
@@ -145,7 +145,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     results = [None if result is None else from_dict(Result, result) for _, result in states]
     is_new = None in results
     with stopping_at_once("stopped before training"):
-        material = prepare(config, start, splits) if is_new else None
+        material = tokenize_inputs(config, start, splits) if is_new else None
     for n, seed_config in enumerate(configs):
         if results[n] is None and material is not None:
             results[n], stopped = finetune(seed_config, states[n][0], material, ctx)
@@ -163,7 +163,7 @@ def configs_by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
     return [replace(config, seed=s, seeds=1, out=str(Path(config.out, f"seed-{s}"))) for s in seeds]
 
 
-def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Material:
+def tokenize_inputs(config: FinetuneConfig, start: StartModel, splits: Mapping[str, TaskSplit]) -> RunInputs:
     """Tokenise the rows. Raises UserError."""
     task, train = config.task, splits[config.task.train]
     tests, problems = task.tests if config.data.predict_tests else (), list[str]()
@@ -171,9 +171,9 @@ def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit
     attempts = [attempt(problems, partial(tokenize_split, task, split, start)) for split in used]
     if problems:
         raise ConfigError(problems)
-    first, *others = (tokenized for tokenized in attempts if tokenized is not None)
-    size = len(task.validations)
-    return Material(start=start, train=first, validations=others[:size], tests=others[size:])
+    tokenized = [result for result in attempts if result is not None]
+    end = 1 + len(task.validations)
+    return RunInputs(start=start, train=tokenized[0], validations=tokenized[1:end], tests=tokenized[end:])
 
 
 @dataclass
@@ -183,7 +183,7 @@ class FinetuneLoop(Loop):
     warmup_key = "schedule.warmup"
 
     config: FinetuneConfig
-    material: Material
+    material: RunInputs
     order: ExampleOrder
     batcher: Batcher
     progress: Progress
@@ -210,7 +210,7 @@ class FinetuneLoop(Loop):
     @contextmanager
     def batches(self) -> Iterator[Iterator[list[TaskBatch]]]:
         examples = self.material.train.examples
-        # the low bits hold a sample's position in the step: all numbers differ
+        # the low bits hold a sample's position in the step: each sample has a number of its own
         yield (
             self.batcher.micro_batches(examples, self.order.batch(step).tolist(), step << 32)
             for step in count(self.trainer.step)
@@ -223,7 +223,7 @@ class FinetuneLoop(Loop):
         self.progress.tokens += tokens
         self.throughput.count(tokens)
         if self.trainer.ctx.device.type == "cpu" and is_step_due(self.trainer.step, 20):
-            trim_memory()  # sequences of other lengths need other blocks
+            trim_memory()  # sequences of other lengths need blocks of other sizes
 
     def tokens(self) -> int:
         return self.progress.tokens
@@ -245,13 +245,13 @@ class FinetuneLoop(Loop):
             scores[split.name], predictions = scorer.score(tokenized, shown=trainer.ctx.is_main)
             if warning := one_label_warning(task, split, predictions):
                 self.reporter.problem(warning)
-        kept, self.progress = self.progress, replace(self.progress)
+        previous, self.progress = self.progress, replace(self.progress)
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
             self.record_progress()
-            if not self.save_best(is_needed=kept.best_step is None and self.is_done()):
-                # what is kept stays the best: the next that is better is tried again
-                self.progress, is_best = replace(kept, without_gain=0), False
+            if not self.save_best(is_needed=previous.best_step is None and self.is_done()):
+                # the previous best stays; the next better score is saved again
+                self.progress, is_best = replace(previous, without_gain=0), False
                 self.record_progress()
         for name, metrics in scores.items():
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
@@ -266,9 +266,9 @@ class FinetuneLoop(Loop):
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
 
 
-def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
+def pretrain_config(config: FinetuneConfig, start: StartModel, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
-    assert config.train.global_batch_size, "set by fit_length"
+    assert config.train.global_batch_size, "set by choose_epochs_and_batch"
     warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     shared = (
         *("name", "out", "seed", "compile", "profile", "lora", "parallel", "optimizer", "precision", "log"),
@@ -291,15 +291,15 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
 
 
 def finetune(
-    config: FinetuneConfig, settings: Settings, material: Material, ctx: ParallelContext
+    config: FinetuneConfig, settings: Settings, material: RunInputs, ctx: ParallelContext
 ) -> tuple[Result | None, int | None]:
     """Train; return (result, or None if stopped before the end; exit code if a stop was requested).
 
     Collective over all ranks.
     """
-    begun, kind, start = time.monotonic(), task_type(config.task.kind), material.start
+    begin, kind, start = time.monotonic(), task_type(config.task.kind), material.start
     examples, size = material.train.examples, config.train.micro_batch_size
-    assert config.train.epochs, "set by fit_length"
+    assert config.train.epochs, "set by choose_epochs_and_batch"
     assert config.train.global_batch_size
     order = ExampleOrder(
         examples,
@@ -315,11 +315,11 @@ def finetune(
         check_start(config.out, ctx)
         trainer = Trainer(spec, ctx, cast(Any, objective))
         batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
-        compares = isinstance(objective, PairLoss) and objective.has_reference
+        needs_reference = isinstance(objective, PairLoss) and objective.has_reference
         splits = [material.train, *material.validations]
-        compared = [split.examples for split in splits] if compares else []
-        origin, progress = load_start(trainer, config, settings, start, compared, batcher)
-        if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
+        pairs = [split.examples for split in splits] if needs_reference else []
+        origin, progress = load_start(trainer, config, settings, start, pairs, batcher)
+        if ctx.is_main:  # last: a run that is rejected above leaves its folder unchanged
             prepare_directory(config, start)
         notes = [f"resuming from {origin} (step {trainer.step})"] if origin else start.notes
         if changes := trainer.ancestry.changed_at(trainer.step):
@@ -338,7 +338,7 @@ def finetune(
             notes=[*notes, *material.notes()],
             warnings=[few_steps] if steps < FEW_STEPS else [],
             peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
-            tokens_per_step=0,  # differs from step to step: the loop counts
+            tokens_per_step=0,  # varies: FinetuneLoop.count counts
             seq_length=sum(lengths) // len(lengths),
             loss_unit=kind.loss_unit,
         ) as session:
@@ -348,11 +348,11 @@ def finetune(
             if not loop.run() or (loop.is_stopping and material.tests):
                 return None, session.note_stopped("\nRun the same command again to continue.")
         with stopping_at_once("stopped while predicting; the same command continues"):
-            result = finish(loop, settings, begun)
+            result = finish(loop, settings, begin)
         return result, session.stop.exit_code if loop.is_stopping else None
 
 
-def prepare_directory(config: FinetuneConfig, start: Start) -> None:
+def prepare_directory(config: FinetuneConfig, start: StartModel) -> None:
     """Write the composed configuration, and the tokenizer where commands look for it. Raises UserError."""
     out = Path(config.out)
     with writing_to(config.out):
@@ -366,13 +366,13 @@ def load_start(
     trainer: Trainer,
     config: FinetuneConfig,
     settings: Settings,
-    start: Start,
-    compared: Sequence[Sequence[Example]],
+    start: StartModel,
+    pairs: Sequence[Sequence[Example]],
     batcher: Batcher,
 ) -> tuple[Path | None, Progress]:
     """Load the run's newest checkpoint, if any, else `ckpt`; return its path and the validations so far.
 
-    The model of `ckpt` is the reference of the pairs `compared`. Collective over all ranks. Raises UserError,
+    The model of `ckpt` is the reference model of `pairs`. Collective over all ranks. Raises UserError,
     CorruptFileError.
     """
     trainer.extra_state[FINETUNING] = {
@@ -385,13 +385,13 @@ def load_start(
         "data.hub": config.task.hub if config.data.path is None else None,
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
-    needs_body = bool(compared) or config.lora.rank > 0  # checkpoints of adapters hold no base
+    needs_body = bool(pairs) or config.lora.rank > 0  # checkpoints of adapters hold no base
     if needs_body:
         base = load_body(trainer.shards, start.source, trainer.ctx).digest
         if config.lora.rank:
             trainer.extra_state[LORA] = {"base": start.source.name, "digest": base}
     with stopping_at_once("stopped before training"):
-        for examples in compared:
+        for examples in pairs:
             set_reference(trainer.model, cast(PairLoss, trainer.objective), examples, cast(Packer, batcher))
     checkpoint = resume(trainer)
     if checkpoint is None:
@@ -401,10 +401,10 @@ def load_start(
     return checkpoint, Progress.read(checkpoint)
 
 
-def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
+def finish(loop: FinetuneLoop, settings: Settings, begin: float) -> Result:
     """Predict the tests with the best weights, and write the result. Collective; raises UserError.
 
-    `begun` is the monotonic clock at the start of this run in this command.
+    `begin` is the time at which this command began the run, by the monotonic clock.
     """
     config, trainer, tests = loop.config, loop.trainer, loop.material.tests
     task, out = config.task, Path(config.out)
@@ -428,7 +428,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
         steps=trainer.step,
         steps_per_epoch=loop.order.steps_per_epoch,
         checkpoint=str(out / BEST),
-        seconds=round(time.monotonic() - begun, 1),
+        seconds=round(time.monotonic() - begin, 1),
         precision=config.precision.dtype,
         layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},
         depends_on=settings,

@@ -13,7 +13,7 @@ from mlm.cli import main
 from mlm.finetune.batches import Batcher, ExampleOrder, TaskBatch
 from mlm.finetune.config import FinetuneConfig, FinetuneTrainConfig
 from mlm.finetune.examples import Example, InputText
-from mlm.finetune.inputs import fit_length
+from mlm.finetune.inputs import choose_epochs_and_batch
 from mlm.finetune.packing import Packer
 from mlm.parallel.config import IGNORE_INDEX
 from tests.finetune.chats import write_chats, write_llama
@@ -131,7 +131,7 @@ def test_an_evaluation_has_each_example_once(
 def fitted(task: str, rows: int, **train: Any) -> FinetuneTrainConfig:
     settings = FinetuneTrainConfig(**train)
     config = FinetuneConfig(name="n", out="o", ckpt="c", task=shipped(task), train=settings)
-    return fit_length(config, {config.task.train: range(rows)}).train  # type: ignore[dict-item]
+    return choose_epochs_and_batch(config, {config.task.train: range(rows)}).train  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def problem_of(config: FinetuneConfig) -> str:
     problems = training.preflight(config)
     if not problems:
         with pytest.raises(UserError) as error:
-            training.prepare(config, read_start(config), read_splits(config))
+            training.tokenize_inputs(config, read_start(config), read_splits(config))
         problems = list(error.value.problems)
     assert len(problems) == 1
     assert "\n" not in problems[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.finetune.batches import TaskBatch
 from mlm.finetune.registry import task_type
-from mlm.finetune.scoring import Finetuning
+from mlm.finetune.scoring import ExampleLoss
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.parallel.config import IGNORE_INDEX
@@ -119,7 +119,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> 
     config, other = theirs(kind, model, batch)
     mine = family_of(config.kind).model(config, tp=ONE, dtype=torch.float64).double()
     load_full(mine, in_our_names(dict(other.state_dict()), config), ONE)
-    objective = Finetuning(task_type(kind), ParallelContext(), torch.float64)
+    objective = ExampleLoss(task_type(kind), ParallelContext(), torch.float64)
     scale = torch.ones(1, dtype=torch.float64) / objective.counts(batch)[0]
     loss = objective.output(mine, batch, scale, None, None)
     loss.sum().backward()
@@ -142,7 +142,7 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     torch.nn.init.normal_(model.classifier.weight)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    objective = Finetuning(task_type(kind), ParallelContext(), torch.float64)
+    objective = ExampleLoss(task_type(kind), ParallelContext(), torch.float64)
     assert objective.counts(batch) == (0,)
     loss = objective.output(model, batch, torch.ones(1, dtype=torch.float64), None, None)
     loss.sum().backward()
