@@ -9,17 +9,13 @@ from mlm.runs.config import PretrainConfig
 from mlm.tracking.config import LogConfig
 
 FIRST_LOSS_SCALE = 2.0**14
-"""Initial loss scale of a comparison in float16: above it gradients may overflow."""
+"""Largest initial loss scale of a comparison in float16: above it, gradients may overflow."""
 
 Spec = TypeVar("Spec", bound=PretrainConfig)
 
 
 def comparable(config: Spec) -> Spec:
-    """Return the run to compare.
-
-    It reads a corpus if one is named, even where the run's data are synthetic; and float16 starts at a loss
-    scale that skips none of the first steps.
-    """
+    """Return the run to compare: on its corpus, if it names one, and without skipped steps in float16."""
     data, precision = config.data, config.precision
     if data.path is not None or data.train is not None or data.blend:
         data = replace(data, kind="indexed")
@@ -41,7 +37,7 @@ class ParityConfig(PretrainConfig):
     """Optimizer steps compared. Two show the effect of a wrong update; more show nothing new."""
 
     def on_one_process(self) -> "ParityConfig":
-        """The same run without any parallelism, recomputation or compilation."""
+        """The same run without parallelism, recomputation and compilation."""
         return replace(self, parallel=ParallelConfig(dp=1), compile=False)
 
 
@@ -56,20 +52,20 @@ class VerifyResumeConfig(PretrainConfig):
 
     def plan(self, first_step: int) -> "KillPlan":
         """Kill and end steps of a run that begins after `first_step` steps."""
-        kill = (first_step // self.steps + 1) * self.steps  # a multiple of k: those are saved
+        kill = (first_step // self.steps + 1) * self.steps  # a multiple of k, which is saved
         return KillPlan(first_step, kill, kill + self.steps)
 
     def training_run(self, out: str, last_step: int) -> PretrainConfig:
         """A run of `mlm pretrain` up to `last_step` in the folder `out`, saved every k steps.
 
-        Its learning rates are the whole run's, of which this is the beginning.
+        Learning rates are those of the full run.
         """
         run, steps = comparable(self), self.train.steps
         common = {f.name: getattr(run, f.name) for f in fields(PretrainConfig)}
         ends = {
             "warmup_steps": self.schedule.warmup_end(steps),
             "decay_steps": self.schedule.decay_end(steps),
-            "cooldown": 0,  # at the end of the whole run
+            "cooldown": 0,  # comes at the end of the full run
         }
         saves = {"save_every": self.steps, "keep_last": 2, "keep_every": 0, "resume": True}
         changed = {
@@ -105,7 +101,7 @@ class AuditConfig:
 
 
 class KillPlan(NamedTuple):
-    """Steps done before a run begins (of the checkpoint in `ckpt`), when it is killed, and at its end."""
+    """Steps at which a run begins, is killed and ends."""
 
     first: int
     kill: int

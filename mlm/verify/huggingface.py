@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with a folder of `transformers`: outputs of both on the same random tokens."""
+"""Comparison of a checkpoint with a folder of `transformers`: outputs on the same random tokens."""
 
 import gc
 import math
@@ -26,8 +26,7 @@ from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.util.errors import CheckFailedError, UserError, attempt
 
 TOLERANCE = 1e-4
-"""Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
-most."""
+"""Fraction of the largest number; float32 sums in two orders differ by at most a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Agreement:
 
 
 def extra_problems(verify: bool) -> list[str]:
-    """Return what is missing to verify, for a preflight."""
+    """Problems of the environment, for a preflight."""
     problems: list[str] = []
     if verify:
         attempt(problems, _transformers)
@@ -53,7 +52,7 @@ def extra_problems(verify: bool) -> list[str]:
 
 
 def compare_logits(folder: Path, run: Path) -> Agreement:
-    """Run both models in float32 on the same probe and compare their outputs. They are held one at a time.
+    """Run both models, one after the other, in float32 on the same probe, and compare their outputs.
 
     Parameters that the folder lacks are not compared.
 
@@ -65,32 +64,33 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
         CheckFailedError: They differ by more than TOLERANCE, or `transformers` cannot load the folder.
         UserError: `transformers` is not installed.
     """
-    ours = our_outputs(run)
+    outputs = our_outputs(run)
     model = read_model(folder)
     reference = reference_outputs(model)
-    worst = 0.0
-    for name, want in reference.items():
-        actual = ours.get(name)
-        is_comparable = actual is not None and actual.shape == want.shape and bool(want.isfinite().all())
-        difference = relative_difference(actual, want) if actual is not None and is_comparable else math.inf
+    largest = 0.0
+    for name, expected in reference.items():
+        actual = outputs.get(name)
+        difference = math.inf
+        if actual is not None and actual.shape == expected.shape and bool(expected.isfinite().all()):
+            difference = relative_difference(actual, expected)
         if not difference <= TOLERANCE:  # a NaN too
             raise CheckFailedError(
                 f"{folder}: {name} differ from those of transformers by {difference:.1e} of the largest, "
                 f"{TOLERANCE:.0e} is allowed: not the same model. Nothing was written; please report this"
             )
-        worst = max(worst, difference)
-    return Agreement(tuple(reference), worst, int(ProbeSamples.of(model.config).lengths.sum()))
+        largest = max(largest, difference)
+    return Agreement(tuple(reference), largest, int(ProbeSamples.of(model.config).lengths.sum()))
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference in units of the largest number of `expected`."""
+    """Largest difference, in units of the largest number of `expected`."""
     largest = float(expected.abs().max())
     return float((actual - expected).abs().max()) / largest if largest else float(actual.abs().max())
 
 
 @torch.no_grad()
 def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
-    """Return a checkpoint's outputs on its probe; on the last pipeline stage, empty elsewhere.
+    """Outputs of a checkpoint on its probe; empty except on the last pipeline stage.
 
     Collective over all ranks of `ctx`; None for this process alone.
     """
@@ -127,14 +127,11 @@ def inputs_of(probe: ProbeSamples, device: torch.device, *, reads_both_ways: boo
 
 @torch.no_grad()
 def reference_outputs(model: HFModel) -> Outputs:
-    """Return the outputs of `transformers` on the probe of a folder's model.
-
-    Raises CheckFailedError, UserError.
-    """
-    theirs = _load(model)
+    """Outputs of `transformers` on the probe of a folder's model. Raises CheckFailedError, UserError."""
+    hf_model = _load(model)
     with _blames_folder(model, "run"):
-        outputs = model.mapping.hf_outputs(theirs, ProbeSamples.of(model.config), model.content)
-    del theirs
+        outputs = model.mapping.hf_outputs(hf_model, ProbeSamples.of(model.config), model.content)
+    del hf_model
     gc.collect()
     return outputs
 
@@ -153,10 +150,10 @@ def _load(model: HFModel) -> Any:
 
 @contextmanager
 def _blames_folder(model: HFModel, action: str) -> Iterator[None]:
-    """Turn an error of `transformers` within into a CheckFailedError of one line."""
+    """Convert an error of `transformers` into a CheckFailedError of one line."""
     try:
         yield
-    except Exception as error:  # its own classes, too: StrictDataclassError is not one of Python's
+    except Exception as error:  # StrictDataclassError has no narrower base
         reason, version = " ".join(str(error).split()), _transformers().__version__
         raise CheckFailedError(
             f"{model.folder}: transformers {version} does not {action} it ({reason}). Fix it, or set "
@@ -175,7 +172,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Silence its progress bars and notes on our terminal."""
+    """Silence progress bars and notes of `transformers`."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,10 +1,8 @@
-"""`mlm parity`: a layout against one process: the same few steps on both, compared and judged as by an audit.
+"""`mlm parity`: the first steps of a run on its layout and on one process, compared as in an audit.
 
-Rank 0 runs the whole model a second time, alone, on the same micro-batches. Each rank records the loss, its
-parts of every gradient and the norm before the update, and of every weight after it; rank 0 compares.
-Dropout masks are functions of their place, so one process draws exactly the masks of t tensor-parallel ranks.
-
-The layout is run by the same `Trainer` as training: what is compared is what trains.
+Both sides run the `Trainer` of `mlm pretrain`; rank 0 also runs the full model alone, on the same batches.
+Each rank records the loss, its parts of every gradient and the norm before the update, and its parts of every
+weight after it. Dropout masks depend on positions, so one process draws the masks of all ranks.
 """
 
 import hashlib
@@ -12,9 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,16 +31,17 @@ from mlm.util.results import result_problems
 from mlm.util.system import available_memory
 from mlm.verify.audit.compare import Comparison, Layout, Location, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
+from mlm.verify.audit.parts import region_at
 from mlm.verify.audit.record import AXES, Key, Record
 from mlm.verify.config import ParityConfig, comparable
 from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 
 RESULT = "parity.json"
 NARROW = ("bf16", "fp16", "fp8")
-"""Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
+"""Formats whose rounding moves tokens between experts of similar scores, which changes their loads."""
 EXACT_HINT = "exact=N makes all sums in one order at every layout: report what the run was"
 LOADS = (".router.bias", ".router.load")
-"""Ends of the names of a router's state that the loads of its experts move, and no gradient."""
+"""Name endings of router state that follows the loads of experts rather than gradients."""
 
 
 @dataclass(frozen=True)
@@ -55,76 +54,80 @@ class Difference:
     """loss (a token's of the global batch, in nats), norm (before clipping), gradient or updated weight."""
     name: str
     norm: float
-    """Length of the vector of all elements on one process."""
+    """2-norm of the tensor on one process."""
     difference: float
-    """Largest difference of an element, over all ranks. Infinite where one side is not finite, or where the
-    ranks together do not hold each element."""
+    """Largest difference of an element over all ranks; infinite if it is not finite or on no rank."""
     relative: float
-    """That of a gradient by its largest element, of a weight by the learning rates summed over steps."""
+    """Difference of a gradient over its largest element, of a weight over the sum of learning rates."""
     distance: float
-    """Length of the vector of all differences, replicas counted once."""
+    """2-norm of the differences, replicas counted once."""
 
     @classmethod
-    def of(cls, place: Location, whole: Tensor) -> "Difference":
-        key, match = place.key, place.match
-        once = {match.regions[at]: part.double() - right for at, (part, right) in match.pairs.items()}
-        far, norm = math.hypot(*(float(off.norm()) for off in once.values())), float(whole.double().norm())
-        return cls(key.step + 1, key.kind, key.name, norm, match.error, place.relative, far)
+    def of(cls, location: Location, full: Tensor) -> "Difference":
+        key, match = location.key, location.match
+        errors = {match.regions[rank]: part.double() - x for rank, (part, x) in match.pairs.items()}
+        distance = math.hypot(*(float(error.norm()) for error in errors.values()))
+        norm = float(full.double().norm())
+        return cls(key.step + 1, key.kind, key.name, norm, match.error, location.relative, distance)
 
 
 @dataclass
 class Report:
-    """All that was compared; `sizes` are the axes', `eps` is the optimizer's."""
+    """Differences of all steps."""
 
     sizes: Layout
+    """Sizes of AXES."""
     eps: float
+    """Of the optimizer."""
     lrs: list[float] = field(default_factory=list)
     """Learning rate of each step."""
     differences: list[Difference] = field(default_factory=list)
     """In the order of computation."""
     replicated: int = 0
-    """Parameters that several ranks hold copies of."""
+    """Number of parameters with copies on several ranks."""
     torn: tuple[str, ...] = ()
-    """Those of them whose copies are not equal bit for bit after the last step."""
+    """Parameters whose copies are not equal bit for bit after the last step."""
     wrong: int = 0
-    """Tensors beyond the tolerance in the first step that has one."""
+    """Number of tensors beyond the tolerance in the first step that has any."""
     blind: str = ""
-    """The first tensor that is not finite on both sides, in words."""
+    """First tensor that is not finite on both sides, in words."""
     finding: Finding | None = None
-    """The first difference."""
+    """First difference."""
     is_exact: bool = False
-    """True in a run with exact=N, whose layouts have the same bits."""
+    """True with exact=N: all layouts have the same bits."""
     changed: str = ""
-    """The first tensor of which a bit differs in such a run, in words."""
+    """With exact=N: first tensor with another bit, in words."""
     digest: str = ""
-    """Of all bits of all steps on one process in such a run."""
+    """With exact=N: digest of all bits of all steps on one process."""
 
     def of(self, kind: str, step: int | None = None) -> list[Difference]:
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
 
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
-        """Compare the next step, and the weights that ranks hold in copies."""
+        """Compare the next step, and copies of weights."""
         self.lrs.append(lr)
         if self.is_exact:
             self.changed = self.changed or changed_bits(reference, ranks)
             self.digest = record_digest(reference, self.digest)
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
-        found: dict[Key, Difference] = {}
-        for place in comparison.locations:  # of a parameter on two stages, the larger
-            each = Difference.of(place, reference.tensors[place.key])
-            found[place.key] = max(found.get(place.key, each), each, key=lambda d: d.difference)
-        self.differences += found.values()
-        self.blind = self.blind or comparison.blind
+        largest: dict[Key, Difference] = {}
+        for location in comparison.locations:  # the larger of a parameter on two stages
+            difference = Difference.of(location, reference.tensors[location.key])
+            largest[location.key] = max(
+                largest.get(location.key, difference), difference, key=lambda d: d.difference
+            )
+        self.differences += largest.values()
+        self.blind = self.blind or comparison.first_nonfinite
         if self.finding is None and not self.blind:
-            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
+            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong_locations)
         copies = defaultdict[tuple[str, Hashable], list[Tensor]](list)
         for record in ranks.values():
             for key, x in record.tensors.items():
                 if key.kind == "weight":
                     copies[key.name, (record.offsets[key.name], x.shape)].append(x)
-        held = [(name, each) for (name, _), each in copies.items() if len(each) > 1]
-        torn = (name for name, (x, *ys) in held if any(not torch.equal(x, y) for y in ys))
-        self.replicated, self.torn = len({name for name, _ in held}), tuple(dict.fromkeys(torn))
+        replicated = [(name, x) for (name, _), x in copies.items() if len(x) > 1]
+        unequal = (name for name, (x, *ys) in replicated if any(not torch.equal(x, y) for y in ys))
+        self.replicated, self.torn = len({name for name, _ in replicated}), tuple(dict.fromkeys(unequal))
 
 
 def preflight(config: ParityConfig) -> list[str]:
@@ -134,7 +137,7 @@ def preflight(config: ParityConfig) -> list[str]:
         attempt(problems, lambda: read_manifest(resolve(ckpt)))
     is_gpu = device_kind(config.dist) == "cuda"
     available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
-    # weights, gradients, two moments and a record, of one process and of replicas on this host
+    # weights, gradients, two moments and a record, for one process and for each replica on this host
     models = 5 * (1 + (1 if is_gpu else config.parallel.dp or 1))
     needed = models * parameter_dtype(config.precision).itemsize * count_parameters(config.model)
     if needed > available:
@@ -147,15 +150,15 @@ def preflight(config: ParityConfig) -> list[str]:
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:
-    """Compare; rank 0 prints the verdict and writes out/parity.json. Raises CheckFailedError if not equal."""
+    """Compare; rank 0 prints the verdict and writes out/parity.json. Raises CheckFailedError."""
     out = Path(config.out, RESULT)
     report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
         layout = replace(config.parallel, dp=ctx.dp.size).described
         numbers = {"layout": layout, "tolerance": asdict(TOLERANCES[config.precision.dtype])} | asdict(report)
-        what = f"parity of {layout} with one process, {config.model.kind}, {config.precision.dtype}"
-        write_and_show(out, config, verdict, numbers, what)
+        title = f"parity of {layout} with one process, {config.model.kind}, {config.precision.dtype}"
+        write_and_show(out, config, verdict, numbers, title)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out})")
 
@@ -163,79 +166,77 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
 def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
     """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
 
-    Returns the report on rank 0, None on the others. Raises UserError for what the user can fix.
+    Returns the report on rank 0, None elsewhere. Raises UserError.
     """
     config = comparable(config)
-    layout: Trainer[MicroBatch] = Trainer(config, ctx)
-    alone = one_process(config, ctx) if ctx.is_main else None
+    trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+    reference = one_process(config, ctx) if ctx.is_main else None
     if (ckpt := config.ckpt) is not None:
-        for trainer in filter(None, (layout, alone)):
-            load_weights(tuple(trainer.shards), resolve(ckpt), trainer.ctx)
-    return compare_trainers(layout, alone, config.steps)
+        for side in filter(None, (trainer, reference)):
+            load_weights(tuple(side.shards), resolve(ckpt), side.ctx)
+    return compare_trainers(trainer, reference, config.steps)
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
-    """The whole run on this rank alone, with the attention masks that the layout's kernels draw."""
-    alone: Trainer[MicroBatch] = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
-    alone.split_parts = tuple(range(ctx.tp.size))
-    return alone
+    """Trainer of the full run on this rank alone, with the attention masks that the layout's kernels draw."""
+    trainer: Trainer[MicroBatch] = Trainer(
+        config.on_one_process(), replace(shape_context(), device=ctx.device)
+    )
+    trainer.split_parts = tuple(range(ctx.tp.size))
+    return trainer
 
 
-def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Report | None:
-    samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
-    sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
-    config = layout.config
-    report = None if alone is None else Report(sizes, config.optimizer.eps, is_exact=config.exact > 0)
-    with layout.batches(samples) as own, (alone or layout).batches(samples) as whole:
-        for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
-            precision = config.precision.dtype
-            record, lr = record_step(layout, batches, precision)
-            reference = None if alone is None else record_step(alone, all_batches, precision)[0]
-            contents = enumerate(exchange.Ranks.of(layout.ctx).gather_bytes(record.to_bytes()))
-            ranks = {  # by coordinates, on rank 0
-                tuple(map(int, np.unravel_index(rank, tuple(sizes.values())))): Record.of_bytes(content)
-                for rank, content in contents
-            }
-            if report is not None and reference is not None:
-                report.add(reference, ranks, lr)
+def compare_trainers(trainer: Trainer, reference: Trainer | None, steps: int) -> Report | None:
+    """Run both trainers and compare; `reference` and the report are rank 0's. Collective over all ranks."""
+    config, precision = trainer.config, trainer.config.precision.dtype
+    samples = train_dataset(config, steps * config.train.global_batch_size)
+    sizes = {axis: getattr(trainer.ctx, axis).size for axis in AXES}
+    report = None if reference is None else Report(sizes, config.optimizer.eps, is_exact=config.exact > 0)
+    with trainer.batches(samples) as local_batches, (reference or trainer).batches(samples) as full_batches:
+        for _, local, full in zip(range(steps), local_batches, full_batches, strict=False):
+            record, lr = record_step(trainer, local, precision)
+            reference_record = None if reference is None else record_step(reference, full, precision)[0]
+            contents = exchange.Ranks.of(trainer.ctx).gather_bytes(record.to_bytes())
+            if report is not None and reference_record is not None:
+                coordinates = product(*map(range, sizes.values()))
+                ranks = dict(zip(coordinates, map(Record.of_bytes, contents), strict=True))
+                report.add(reference_record, ranks, lr)
     return report
 
 
 def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str) -> tuple[Record, float]:
-    """Train a step; what it computed, and its learning rate. Weights are views of the live ones."""
+    """Train a step. Returns its record, where weights are views of live ones, and its learning rate."""
     step, record = trainer.step, Record(precision=precision)
     parts = trainer.compute_gradients(batches)
     for shard in trainer.shards:
-        if (grad := shard.parameter.grad) is not None:  # without the loss scale of half precision
-            own = shard.without_padding(grad) / trainer.scaler.scale
-            record.tensors[Key(step, "gradient", shard.name)] = own.cpu()
+        if (grad := shard.parameter.grad) is not None:  # divide out the loss scale of half precision
+            unscaled = shard.without_padding(grad) / trainer.scaler.scale
+            record.tensors[Key(step, "gradient", shard.name)] = unscaled.cpu()
     outcome = trainer.clip_and_update(parts)
     for kind, value in ("loss", trainer.mean_loss(outcome)), ("norm", float(outcome.grad_norm.item())):
         record.tensors[Key(step, kind, kind)] = torch.tensor(value, dtype=torch.float64)
     for shard in trainer.shards:
         record.offsets[shard.name] = shard.offset
         if not (precision in NARROW and shard.name.endswith(LOADS)):
-            own = shard.without_padding(shard.parameter.detach())
-            record.tensors[Key(step, "weight", shard.name)] = own.cpu()
+            weight = shard.without_padding(shard.parameter.detach())
+            record.tensors[Key(step, "weight", shard.name)] = weight.cpu()
     return record, outcome.lr
 
 
 def changed_bits(reference: Record, ranks: Ranks) -> str:
-    """The first tensor of one process of which a rank has other bits, in words; empty for none."""
-    for key, whole in reference.tensors.items():
+    """First tensor with other bits on a rank than on one process, in words; empty if there is none."""
+    for key, full in reference.tensors.items():
         for record in ranks.values():
             if (part := record.tensors.get(key)) is None:
                 continue
-            offset = record.offsets.get(key.name, ())
-            region = whole[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))]
-            if bits_of(part) != bits_of(region):
+            if bits_of(part) != bits_of(region_at(full, record.offsets.get(key.name, ()), part.shape)):
                 return key.words
     return ""
 
 
-def record_digest(record: Record, before: str = "") -> str:
-    """SHA-256 of names and bits of a record, and of the digest of the one before."""
-    digest = hashlib.sha256(before.encode())
+def record_digest(record: Record, previous: str = "") -> str:
+    """SHA-256 of the previous digest, and of names and bits of a record."""
+    digest = hashlib.sha256(previous.encode())
     for key, x in record.tensors.items():
         digest.update(f"{key.kind} {key.name}\n".encode() + bits_of(x))
     return f"sha256:{digest.hexdigest()}"
@@ -246,7 +247,7 @@ def bits_of(x: Tensor) -> bytes:
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
-    """The verdict on the report of rank 0, on every rank. Collective."""
+    """Verdict on rank 0's report, on every rank. Collective."""
     verdict = None if report is None else list(astuple(judge(report)))
     return Verdict(*exchange.Ranks.of(ctx).broadcast(verdict))
 
@@ -258,24 +259,26 @@ def judge(report: Report) -> Verdict:
     if report.is_exact and report.changed:
         return Verdict("DIFFERENT", f"the first bits that differ are of {report.changed}", EXACT_HINT)
     if report.finding is not None:
-        found = report.finding
-        others = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
-        return Verdict("DIFFERENT", f"first at {found.where}{others}", f"{found.cause}: {found.sentence}")
+        finding = report.finding
+        suffix = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
+        return Verdict(
+            "DIFFERENT", f"first at {finding.where}{suffix}", f"{finding.cause}: {finding.sentence}"
+        )
     if report.torn:
-        others = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
-        sentence = f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{others}"
+        suffix = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
+        sentence = f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{suffix}"
         hint = "look at a reduction that reaches some copies only: they will drift apart"
         return Verdict("DIFFERENT", sentence, hint)
     if report.is_exact:
         steps, tensors = len(report.lrs), len(report.differences)
         return Verdict("EQUAL bit for bit", f"{tensors} tensors of {steps} steps, {report.digest}")
-    losses = max(each.difference for each in report.of("loss"))
-    gradients = max(each.relative for each in report.of("gradient"))
-    weights = max(each.relative for each in report.of("weight", len(report.lrs)))
-    moves = f"{weights:.1e} of what the learning rate moves them"
-    agreement = (
+    losses = max(d.difference for d in report.of("loss"))
+    gradients = max(d.relative for d in report.of("gradient"))
+    weights = max(d.relative for d in report.of("weight", len(report.lrs)))
+    weight_text = f"{weights:.1e} of what the learning rate moves them"
+    sentence = (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
-        + (moves if any(report.lrs) else "the last bit, as every learning rate is 0")
+        + (weight_text if any(report.lrs) else "the last bit, as every learning rate is 0")
         + (f"; {report.replicated} parameters held in copies, all bit-equal" if report.replicated else "")
     )
-    return Verdict("EQUAL", agreement)
+    return Verdict("EQUAL", sentence)

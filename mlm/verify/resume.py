@@ -1,4 +1,4 @@
-"""`mlm verify-resume`: does a killed run resume as if nothing had happened? Every step, then every tensor."""
+"""`mlm verify-resume`: compare a killed and resumed run with an uninterrupted one, by steps and tensors."""
 
 import os
 import random
@@ -35,34 +35,34 @@ LOGS = (f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
 WRITES = (RESULT, STRAIGHT, RESUMED, f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", *LOGS)
 """Names written in `out`."""
 FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps", "tokens")
-"""Compared fields of each step in metrics.jsonl, in the order in which they are computed."""
+"""Compared fields of each step in metrics.jsonl, in the order of computation."""
 NO_COUNTERS = ("config", "versions", LINEAGE)
-"""Entries of a checkpoint's state that are not counters."""
+"""Entries of a checkpoint's state other than counters."""
 TRIES = 5
-POLL_S = 0.002  # polling period of `latest`: tiny models are quick
+POLL_S = 0.002  # between reads of `latest`: tiny models are fast
 
 Facts = dict[tuple[int, str], Any]
-"""(step, name) → number of a run, in the order computed: FIELDS, then counters of its last checkpoint."""
+"""Numbers by (step, name), in the order of computation: FIELDS, then counters of the last checkpoint."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Numbers of the straight run and of the killed and resumed one, to be compared."""
+    """Numbers of both runs."""
 
     plan: KillPlan
     straight: Facts
     resumed: Facts
-    """Up to plan.kill of the run that was killed, then of the one that resumed it."""
+    """Of the killed run up to plan.kill, then of the resumed one."""
     starts: tuple[int, ...]
-    """Step at which each start of the resumed run began."""
+    """First step of each start of the resumed run."""
     final: CheckpointComparison
-    """Of the checkpoints of the last step, the straight run's first."""
+    """Checkpoints of the last step, the straight run's first."""
     digest: str = ""
-    """Of both, in a run with exact=N."""
+    """Of both last checkpoints, with exact=N."""
 
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
-    """Problems that this host and the named files show; called before anything starts."""
+    """Problems of the settings, files and host; called before runs start."""
     run = comparable(config)
     problems = [*corpus_problems(run), *claim_problems(config.out, TASK, writes=WRITES)]
     if attempt(problems, partial(read_rank_position, os.environ)) is not None:
@@ -73,13 +73,13 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
 
 
 def first_step(config: VerifyResumeConfig) -> int:
-    """Steps done where both runs begin. Raises UserError if there is nothing to continue from."""
+    """Step at which both runs begin. Raises UserError if there is no checkpoint to continue from."""
     origin = config.checkpoint.from_run
     return 0 if origin is None else step_of(continued_candidates(origin)[0])
 
 
 def run(config: VerifyResumeConfig) -> None:
-    """Run, kill, resume and compare; writes out/verify-resume.json. Raises CheckFailedError if not equal."""
+    """Run, kill, resume and compare; write out/verify-resume.json. Raises CheckFailedError if they differ."""
     out, plan = Path(config.out), config.plan(first_step(config))
     with writing_to(config.out):
         claim_folder(out, TASK, writes=WRITES)
@@ -91,28 +91,32 @@ def run(config: VerifyResumeConfig) -> None:
         rehearsal.run_to_end(RESUMED)
         runs = collect(out, plan, exact=config.exact > 0)
         verdict = judge(runs)
-        what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
-        sides = {STRAIGHT: runs.straight, RESUMED: runs.resumed}
+        title = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
         facts = {
             "killed": killed,
             "plan": plan._asdict(),
             "starts_of_the_resumed_run": runs.starts,
             "numbers": [
-                {"step": step, "name": name} | {which: it.get((step, name)) for which, it in sides.items()}
-                for step, name in runs.straight | runs.resumed
+                {
+                    "step": key[0],
+                    "name": key[1],
+                    STRAIGHT: runs.straight.get(key),
+                    RESUMED: runs.resumed.get(key),
+                }
+                for key in runs.straight | runs.resumed
             ],
             "tensors": {
                 "compared": len(runs.final.tensors),
-                "differing": [asdict(each) for each in runs.final.differing],
+                "differing": [asdict(tensor) for tensor in runs.final.differing],
             },
         }
-        write_and_show(out / RESULT, config, verdict, facts, what)
+        write_and_show(out / RESULT, config, verdict, facts, title)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")
 
 
 def collect(out: Path, plan: KillPlan, *, exact: bool = False) -> Runs:
-    """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
+    """Read the numbers of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
     final = compare_checkpoints(first, second)
     straight = facts_of(out / STRAIGHT / FILE_NAME, final.first)
@@ -123,7 +127,7 @@ def collect(out: Path, plan: KillPlan, *, exact: bool = False) -> Runs:
 
 
 def facts_of(metrics: Path, last: Manifest) -> Facts:
-    """Numbers of a run's steps in `metrics`, and counters of its last checkpoint. Raises OSError."""
+    """Numbers of a run. Raises OSError."""
     steps = records_by_step(metrics, "step").items()
     facts: Facts = {(step, key): record[key] for step, record in steps for key in FIELDS}
     counters = sorted(last.state.keys() - set(NO_COUNTERS))
@@ -131,26 +135,29 @@ def facts_of(metrics: Path, last: Manifest) -> Facts:
 
 
 def records_by_step(metrics: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """The records of a kind in a metrics.jsonl, the newest of each step. Raises OSError."""
+    """Newest record of a kind by step in a metrics.jsonl. Raises OSError."""
     return {record["step"]: record for record in read_records(metrics) if record["kind"] == kind}
 
 
 def judge(runs: Runs) -> Verdict:
     plan, tensors = runs.plan, runs.final.tensors
     if runs.starts != (plan.first, plan.kill):
-        began = ", ".join(map(str, runs.starts)) or "nowhere"
-        found = f"the killed run should have gone on from step {plan.kill}, but its starts were at: {began}"
+        starts = ", ".join(map(str, runs.starts)) or "nowhere"
+        sentence = (
+            f"the killed run should have gone on from step {plan.kill}, but its starts were at: {starts}"
+        )
         hint = "the checkpoint was not found, or found damaged; see the log of the resumed run"
-        return Verdict("DIFFERENT", found, hint)
+        return Verdict("DIFFERENT", sentence, hint)
     for step, name in runs.straight | runs.resumed:
-        a, b = (side.get((step, name), "no record") for side in (runs.straight, runs.resumed))
-        if a != b:  # null (not finite) equals only null
-            found = f"the first difference is in {name} of step {step}: {a!r} straight, {b!r} resumed"
-            return Verdict("DIFFERENT", found, _hint(step, name, plan))
+        straight, resumed = (side.get((step, name), "no record") for side in (runs.straight, runs.resumed))
+        if straight != resumed:  # null (not finite) equals only null
+            values = f"{straight!r} straight, {resumed!r} resumed"
+            sentence = f"the first difference is in {name} of step {step}: {values}"
+            return Verdict("DIFFERENT", sentence, _hint(step, name, plan))
     if not runs.final.equal:
-        found = f"the first difference is in the last checkpoint: {runs.final.sentence}"
+        sentence = f"the first difference is in the last checkpoint: {runs.final.sentence}"
         hint = "every step was equal, the last one's update is not: suspect the optimizer's state"
-        return Verdict("DIFFERENT", found, hint)
+        return Verdict("DIFFERENT", sentence, hint)
     return Verdict(
         "EQUAL bit for bit",
         f"loss, gradient norm, learning rate, loss scale and samples of {plan.last - plan.first} steps, then "
@@ -173,7 +180,7 @@ def _hint(step: int, name: str, plan: KillPlan) -> str:
 
 
 class Rehearsal:
-    """The runs in their folders below `out`, which is there and holds none of them yet."""
+    """Runs in folders below `out`, which exists and is empty."""
 
     def __init__(self, config: VerifyResumeConfig, plan: KillPlan) -> None:
         self.plan, self.out = plan, Path(config.out)
@@ -182,7 +189,7 @@ class Rehearsal:
             write_atomic(self.out / f"{name}.yaml", composed_yaml(run, "pretrain").encode())
 
     def run_to_end(self, name: str) -> None:
-        """All steps, or those that are left. Raises UserError with the run's own last line if it fails."""
+        """Run the remaining steps. Raises UserError with the run's last line if it fails."""
         log = self.out / f"{name}.log"
         with self._run(name, log) as process:
             process.wait()
@@ -192,16 +199,16 @@ class Rehearsal:
             raise UserError(f"the {name} run was stopped before step {self.plan.last} (its output: {log})")
 
     def run_killed(self) -> str:
-        """Run up to a random instant between the two checkpoints, then SIGKILL. Return when, in words.
+        """Kill a run at a random time between its two checkpoints. Return when, in words.
 
-        Raises UserError if the run fails, or is always over before it can be killed.
+        Raises UserError if it fails, or if every try ends before the kill.
         """
         plan, log = self.plan, self.out / "killed.log"
         saves = records_by_step(self.out / STRAIGHT / FILE_NAME, "saved")
         window_s = saves[plan.last]["time"] - saves.get(plan.kill, saves[plan.last])["time"]
-        for tries in range(1, TRIES + 1):
+        for number in range(1, TRIES + 1):
             delete_owned(self.out, TASK, names=(RESUMED,), keep_folder=True)
-            delay_s = random.uniform(0.0, window_s) * 0.5 ** (tries - 1)  # each try is killed earlier
+            delay_s = random.uniform(0.0, window_s) * 0.5 ** (number - 1)  # earlier at each try
             with self._run(RESUMED, log) as process:
                 while process.poll() is None and self._latest(RESUMED) != step_name(plan.kill):
                     time.sleep(POLL_S)
@@ -212,7 +219,9 @@ class Rehearsal:
                 kill(process)
             if process.returncode and self._latest(RESUMED) == step_name(plan.kill):
                 step = max(records_by_step(self.out / RESUMED / FILE_NAME, "step"), default=plan.first)
-                return f"killed {delay_s:.3f} s after a checkpoint, with step {step} reported, at try {tries}"
+                return (
+                    f"killed {delay_s:.3f} s after a checkpoint, with step {step} reported, at try {number}"
+                )
         k = plan.last - plan.kill
         raise UserError(
             f"steps={k}: {TRIES} runs were over before they could be killed after step {plan.kill}; "

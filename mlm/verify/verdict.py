@@ -1,8 +1,7 @@
-"""Verdicts of `mlm parity` and `mlm verify-resume`: tolerances, a sentence, and what to suspect.
+"""Verdicts of `mlm parity` and `mlm verify-resume`: tolerances, a sentence, and a hint.
 
-A layout adds the same numbers in another order. So in float64 losses and gradients agree to rounding, some
-1e-15, and a mechanism that is wrong shows ten orders of magnitude above that. In narrower formats the same
-errors show less clearly: float64 proves, the others only reassure.
+A layout adds the same numbers in another order. In float64, losses and gradients then agree to about 1e-15,
+and a broken mechanism shows ten orders of magnitude above. Narrower formats hide small errors.
 """
 
 from collections.abc import Mapping
@@ -29,13 +28,13 @@ class Tolerance:
     loss: float
     """Nats per token."""
     gradient: float
-    """Bound of an element at the first step, as a fraction of the largest of its parameter."""
+    """Bound of an element in the first step, as a fraction of the largest of its parameter."""
     later: float
-    """The same after weights have moved."""
+    """Bound of an element in later steps, after weights have moved."""
     norm: float
     """Bound of the gradient norm, as a fraction of it."""
     weight: float
-    """Bound of a weight, in units of the learning rates summed over steps: about how far Adam moves it."""
+    """Bound of a weight in units of the sum of learning rates, about as far as Adam moves it."""
 
 
 TOLERANCES = {
@@ -43,10 +42,10 @@ TOLERANCES = {
     # 1e-16 in an element near zero moves its weight by 1e-8 of the learning rate, and a few times that later.
     "fp64": Tolerance(loss=1e-10, gradient=1e-10, later=1e-10, norm=1e-10, weight=1e-5),
     # Rounding of 2^-24, 2^-11 and 2^-8 per operation; partial sums over tp are rounded once more. Observed on
-    # small models: gradients 6e-7, 3e-3, 2e-2. Adam's first steps are the gradient's sign, so that an element
-    # near zero may go a whole learning rate the other way: later gradients differ ten times as much, and no
-    # weight by more than two learning rates a step. Their bound is weak; later losses judge them.
-    # A norm is added up in float64 on a CPU, in float32 by other kernels, whose order is their own.
+    # small models: gradients 6e-7, 3e-3, 2e-2. Adam's first steps are the gradient's sign, so an element near
+    # zero may move by a learning rate the other way: later gradients differ ten times as much, and weights by
+    # up to two learning rates a step. This bound is weak; later losses check them.
+    # Norms are summed in float64 on a CPU, and in float32 and another order by other kernels.
     "fp32": Tolerance(loss=1e-5, gradient=1e-4, later=1e-3, norm=1e-2, weight=2.5),
     "fp16": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
     "bf16": Tolerance(loss=1e-2, gradient=1e-1, later=5e-1, norm=5e-2, weight=2.5),
@@ -55,8 +54,8 @@ TOLERANCES = {
     "fp8": Tolerance(loss=5e-2, gradient=5e-1, later=1.0, norm=2e-1, weight=2.5),
 }
 FLOOR = 1e-3
-"""A tensor whose largest element is below this fraction of the largest of its kind (all gradients, all first
-moments …) is measured against that: what it holds may be rounding itself."""
+"""Least unit of differences, as a fraction of the largest element of its kind (all gradients, all weights):
+smaller tensors may be rounding."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,10 @@ class Verdict:
     sentence: str
     """One line."""
     hint: str = ""
-    """The mechanism to suspect, if the pattern of differences shows it."""
+    """Suspected mechanism, if the differences show it."""
 
     @property
     def equal(self) -> bool:
-        """True if both sides train alike."""
         return self.word.startswith("EQUAL")
 
     @property
@@ -81,9 +79,9 @@ class Verdict:
 
 
 def write_and_show(
-    out: Path, config: PretrainConfig, verdict: Verdict, numbers: Mapping[str, Any], what: str
+    out: Path, config: PretrainConfig, verdict: Verdict, numbers: Mapping[str, Any], title: str
 ) -> None:
-    """Write the result `out` with every number compared (null if not finite); print `what` and the verdict.
+    """Write the result `out` with all compared numbers (null if not finite); print `title` and the verdict.
 
     Raises UserError if the disk is full.
     """
@@ -100,7 +98,7 @@ def write_and_show(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
     screen = console()
-    screen.print(what)
+    screen.print(title)
     if verdict.equal:  # else the error that ends the command reports it
         screen.print(Text(verdict.headline, style="green"))
     elif verdict.hint:

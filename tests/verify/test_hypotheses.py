@@ -68,7 +68,7 @@ def test_norm_whose_squares_count_as_often_as_ranks_hold_copies(
     at = [(0, n, 0, 0) if is_alone else (0, n // 2, 0, n % 2) for n in range(4)]
     layout = TP | ({"dp": 4, "tp": 1} if is_alone else {"dp": 2})
     comparison = Comparison(record(-1, 1, 1), {rank: record(rank[3], *factors) for rank in at}, layout)
-    comparison.split |= split
+    comparison.split_parameters |= split
     found = diagnose(comparison)
     assert found is not None
     assert words in found.sentence
@@ -122,9 +122,9 @@ def test_updates_may_have_a_factor_by_parameter() -> None:
 def test_counts_are_not_moved_and_what_is_rounded_is_by_a_unit() -> None:
     formats, counts, x = Formats(seed=1), torch.ones(3) * 5, draw(100).float()
     add, before = torch.ops.aten.add.Tensor, x.clone()
-    formats.see(add, (counts, counts), counts, "a", is_update=False)
+    formats.observe(add, (counts, counts), counts, "a", is_update=False)
     assert formats.narrowest == {}
-    formats.see(add, (x, x), x, "b", is_update=False)
+    formats.observe(add, (x, x), x, "b", is_update=False)
     assert formats.narrowest == {"b": "fp32"}
     assert counts.tolist() == [5.0, 5.0, 5.0]
     assert bool((x != before).any())
@@ -137,5 +137,5 @@ def test_fake_tensors_have_no_numbers_to_look_at() -> None:
     formats = Formats()
     with FakeTensorMode():
         x = torch.empty(4, dtype=torch.float32)
-        formats.see(torch.ops.aten.add.Tensor, (x, x), x + x, "a", is_update=False)
+        formats.observe(torch.ops.aten.add.Tensor, (x, x), x + x, "a", is_update=False)
     assert formats.narrowest == {}

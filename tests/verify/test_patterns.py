@@ -98,14 +98,14 @@ def test_replicas_that_leave_out_samples_are_told_which(
     key = Key(0, "input", "")
     ranks = {(0, n, 0, 0): Record({key: tokens[ids]}) for n, ids in enumerate(reads)}
     cause = explain_samples(Record({key: tokens}), ranks, DP)[0]
-    assert f"{missing} are read by none" in cause.why
+    assert f"{missing} are read by none" in cause.reason
 
 
 def test_ranks_of_a_replica_that_read_other_samples_are_told_which() -> None:
     tokens, key = torch.arange(12).view(4, 3), Key(0, "input", "")
     ranks = {(0, n, 0, m): Record({key: tokens[[0, 1], :] + 6 * m}) for n in range(2) for m in range(2)}
     cause = explain_samples(Record({key: tokens}), ranks, DP | {"tp": 2})[0]
-    assert "ranks of one replica, dp rank 0, read samples [0, 1] and [2, 3]" in cause.why
+    assert "ranks of one replica, dp rank 0, read samples [0, 1] and [2, 3]" in cause.reason
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (8,)], ids=str)

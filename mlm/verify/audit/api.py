@@ -1,4 +1,4 @@
-"""`mlm audit` and `mlm.audit`: run a subject on a layout and on one process, and say where they part."""
+"""`mlm audit` and `mlm.audit`: run a subject on a layout and on one process, report the first difference."""
 
 import inspect
 import os
@@ -34,7 +34,7 @@ def audit(
     """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare: `mlm audit`.
 
     `build` is a function of a module, or its name FILE.py:FUNCTION. Returns the outcome of the smallest
-    layout that parts from one process, or of the layout. Raises UserError for a subject that cannot be
+    layout that differs from one process, or of the layout. Raises UserError for a subject that cannot be
     judged: one that needs CUDA, is not deterministic, changes its batch or fails on one process.
     """
     name = build if isinstance(build, str) else "<"
@@ -45,7 +45,7 @@ def audit(
     if IMPORTING in os.environ:
         raise UserError("mlm.audit is called where its file is imported; guard it by __name__ == '__main__'")
     config = AuditConfig(build=name, tp=tp, pp=pp, dp=dp, cp=cp, steps=steps, timeout_s=timeout_s)
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its ranks fork, which threads do not survive
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # forking needs a process without threads
         try:
             return pool.submit(outcomes_of, config).result()[0]
         except BrokenProcessPool as error:
@@ -54,9 +54,8 @@ def audit(
 
 
 def outcomes_of(config: AuditConfig) -> list[Outcome]:
-    """The audit of a process of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)  # before the user's code computes
+    torch.set_num_threads(1)  # before user code runs
     return audit_layouts(load_build(config.build), config)
 
 
@@ -65,44 +64,44 @@ def preflight(config: AuditConfig) -> list[Problem]:
 
 
 def run(config: AuditConfig) -> None:
-    """Audit, print and write. Raises CheckFailedError where the layout parts from one process."""
+    """Audit, print and write. Raises CheckFailedError if the layout differs from one process."""
     outcomes = outcomes_of(config)
-    first, screen, shown = outcomes[0], console(), table("audit against one process", *COLUMNS)
+    smallest, screen, outcome_table = outcomes[0], console(), table("audit against one process", *COLUMNS)
     for outcome in outcomes:
-        add_row(shown, *row_of(outcome))
-    screen.print(shown)
-    for line in first.skipped[:5]:
+        add_row(outcome_table, *row_of(outcome))
+    screen.print(outcome_table)
+    for line in smallest.skipped[:5]:
         screen.print(f"not compared: {line}")
     if config.out is not None:
         write_result(config.out, content(config, outcomes))
-    if first.finding is not None:
-        raise CheckFailedError(first.sentence)
-    screen.print(first.sentence)
+    if smallest.finding is not None:
+        raise CheckFailedError(smallest.sentence)
+    screen.print(smallest.sentence)
 
 
 COLUMNS = ("layout", "finding", "first at", "what parts", "tensors that differ#")
 
 
 def row_of(outcome: Outcome) -> list[str]:
-    found = outcome.finding
-    verdict = ["alike", "", ""] if found is None else [found.cause, found.place, found.kind]
-    return [outcome.described, *verdict, f"{outcome.wrong} of {outcome.compared}"]
+    finding = outcome.finding
+    cells = ["alike", "", ""] if finding is None else [finding.cause, finding.place, finding.kind]
+    return [outcome.described, *cells, f"{outcome.wrong} of {outcome.compared}"]
 
 
 def content(config: AuditConfig, outcomes: Sequence[Outcome]) -> bytes | dict[str, object]:
     """The report as a page for .html, else as JSON."""
-    first = outcomes[0]
+    smallest = outcomes[0]
     if str(config.out).endswith(".html"):
         headings = [column.removesuffix("#") for column in COLUMNS]
         sections = [
-            ("verdict", "Verdict", paragraph(first.sentence)),
+            ("verdict", "Verdict", paragraph(smallest.sentence)),
             ("layouts", "Layouts", html_table(headings, map(row_of, outcomes))),
-            ("skipped", "Not compared", html_table(["reason"], [[line] for line in first.skipped])),
+            ("skipped", "Not compared", html_table(["reason"], [[line] for line in smallest.skipped])),
         ]
         return page(f"Audit of {config.build}", sections)
     return {
         "task": "audit",
-        "equal": first.finding is None,
-        "verdict": first.sentence,
+        "equal": smallest.finding is None,
+        "verdict": smallest.sentence,
         "layouts": replace_nonfinite([asdict(outcome) for outcome in outcomes]),
     }

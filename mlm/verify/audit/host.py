@@ -1,7 +1,7 @@
 """The process of an audit: it imports the user's code once, and forks the ranks of each layout.
 
-Ranks exchange files only with it, so that nothing here takes part in the subject's communication. The files
-have no name: they end with the processes, however these end.
+Ranks report through unnamed files, which end with the processes, so that an audit adds no communication to
+the subject's.
 """
 
 import math
@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
-import torch._dynamo  # operators import it where they run first: once here, not on each rank that is forked
+import torch._dynamo  # operators import it at their first run: import it before forking
 import torch.distributed as dist
 from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,43 +41,43 @@ from mlm.verify.config import AuditConfig
 
 Build = Callable[..., AuditSubject]
 GRACE_S = 5.0
-"""Seconds that ranks get to report after the first has failed."""
+"""Seconds for other ranks to report after one has failed."""
 STUCK = 1.5
-"""Timeouts of a collective after which ranks that report nothing count as stuck."""
+"""Ranks without progress for this many timeouts of a collective are stuck."""
 LOST_PEER = 75
-"""Exit code of a rank whose error is that another is lost or late."""
+"""Exit code of a rank that lost a peer or waited too long for it."""
 LACKS_FLOAT64 = 76
-"""Exit code of a rank whose error is an operation without float64."""
+"""Exit code of a rank with an operation that has no float64."""
 NOISES = 3
-"""Runs of one process by which the rounding of narrow formats is measured."""
+"""Runs of one process that measure the rounding of narrow formats."""
 NOTE = 200
-"""Bytes that say what a rank does."""
+"""Bytes of a rank's progress."""
 TRACED = ("output", "scalar", "loss", "backward", "gradient", "weight")
-"""Types of tensors whose causes are sought among operations."""
+"""Types of tensors whose operations are traced."""
 MOST_LISTED = 50
-"""Wrong tensors in a report."""
+"""Largest number of wrong tensors in a report."""
 STOPPED = "stopped by Ctrl-C before a cause was found"
 IMPORTING = "MLM_AUDIT"
-"""Environment variable that is set while the user's code is imported."""
+"""Environment variable set while the user's code is imported."""
 
 
 class LacksFloat64Error(UserError):
-    """The subject fails on one process, in an operation that has no float64."""
+    """Failure on one process of an operation that has no float64."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     layout: dict[str, int]
     finding: Finding | None
-    """Where it parts from one process; None where it trains as that does."""
+    """First difference from one process; None if there is none."""
     compared: int = 0
     wrong: int = 0
     differences: tuple[dict[str, object], ...] = ()
-    """The first wrong tensors: name, kind, step and error, as a fraction of the largest element."""
+    """First wrong tensors: name, kind, step, and error as a fraction of the largest element."""
     skipped: tuple[str, ...] = ()
     precision: str = "fp64"
     rounding: str = ""
-    """Where formats are narrower than float64, and which errors these hide."""
+    """Formats narrower than float64, and the errors that they hide, in words."""
 
     @property
     def described(self) -> str:
@@ -86,20 +86,20 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        if (found := self.finding) is None:
-            how = self.rounding or self.precision
-            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({how})"
-        return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
+        if (finding := self.finding) is None:
+            precision = self.rounding or self.precision
+            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({precision})"
+        return f"PARTS at {finding.where} with {self.described}: {finding.cause}: {finding.sentence}"
 
 
 def load_build(name: str) -> Build:
-    """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
-    where, _, function = name.rpartition(":")
+    """Import FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError."""
+    source, _, function = name.rpartition(":")
     os.environ[IMPORTING], module = name, None
     try:
-        if where.endswith(".py"):
-            file = Path(where)
-            sys.path.insert(0, str(file.resolve().parent))  # it may import its neighbours
+        if source.endswith(".py"):
+            file = Path(source)
+            sys.path.insert(0, str(file.resolve().parent))  # for its imports of neighbours
             spec = spec_from_file_location(file.stem, file)
             assert spec is not None
             assert spec.loader is not None
@@ -107,91 +107,96 @@ def load_build(name: str) -> Build:
             spec.loader.exec_module(loaded)
             module = loaded
         else:
-            module = import_module(where)
+            module = import_module(source)
         build: Build = getattr(module, function)
     except (Exception, SystemExit) as error:
-        fails = f"{where} has no {function}" if module else f"importing it fails: {first_line(error)}"
-        raise UserError(f"build={name}: {fails}", fix="type FILE.py:FUNCTION") from error
+        failure = f"{source} has no {function}" if module else f"importing it fails: {first_line(error)}"
+        raise UserError(f"build={name}: {failure}", fix="type FILE.py:FUNCTION") from error
     finally:
         del os.environ[IMPORTING]
     return build
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its text, at most 400 characters."""
+    """Type of an error and the first line of its text, at most 400 characters."""
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
 
 
 def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
-    """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first.
+    """Audit the layout; if it differs, also each of its axes. The smallest layout that differs comes first.
 
-    One that parts in masks of dropout alone comes after those whose numbers are wrong without dropout.
+    Layouts that differ in dropout masks alone come after those that differ without dropout.
     """
     layout = {axis: getattr(config, axis) for axis in AXES}
-    dtype, why, split = torch.float64, "", set[str]()
+    dtype, prefix, split_parameters = torch.float64, "", set[str]()
     try:
-        outcomes = [audit_layout(build, layout, config, dtype, split)]
+        outcomes = [audit_layout(build, layout, config, dtype, split_parameters)]
     except LacksFloat64Error as error:
-        dtype, why = torch.float32, f"in float32, since {error}: "
-        outcomes = [audit_layout(build, layout, config, dtype, split)]
-    alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    with suppress(KeyboardInterrupt):  # what was found until then is reported
-        for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
+        dtype, prefix = torch.float32, f"in float32, since {error}: "
+        outcomes = [audit_layout(build, layout, config, dtype, split_parameters)]
+    single_axes = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
+    with suppress(KeyboardInterrupt):  # report what is done
+        for single_axis in single_axes if outcomes[0].finding is not None and len(single_axes) > 1 else ():
             if not outcomes[-1].sentence.endswith(STOPPED):
-                with suppress(UserError):  # of code that needs several axes
-                    outcomes.append(audit_layout(build, each, config, dtype, split))
-    outcomes = [replace(outcome, rounding=why + outcome.rounding) for outcome in outcomes]
-    is_found = {id(o): (o.finding is None or o.finding.kind == MASK, o.finding is None) for o in outcomes}
-    return sorted(outcomes, key=lambda o: (is_found[id(o)], sorted(o.layout.values())))
+                with suppress(UserError):  # code may need several axes
+                    outcomes.append(audit_layout(build, single_axis, config, dtype, split_parameters))
+    outcomes = [replace(outcome, rounding=prefix + outcome.rounding) for outcome in outcomes]
+
+    def order(outcome: Outcome) -> tuple[object, ...]:
+        finding = outcome.finding
+        return finding is None or finding.kind == MASK, finding is None, sorted(outcome.layout.values())
+
+    return sorted(outcomes, key=order)
 
 
 def audit_layout(
-    build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype, split: set[str]
+    build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype, split_parameters: set[str]
 ) -> Outcome:
-    """Run a layout and one process twice, and compare; `split` receives the names of split parameters."""
+    """Run a layout, and one process twice; compare. Adds names of split parameters to `split_parameters`."""
     run = partial(World, build, config=config, dtype=dtype)
     world, failure = run(layout), ""
     try:
         ranks = world.wait()
     except UserError as error:
         failure = str(error)
-    ones = dict.fromkeys(AXES, 1)
+    one_process = dict.fromkeys(AXES, 1)
     source = None if failure else world
-    alone = [run(ones, weights_of=source) for _ in range(2)]
-    (reference,), (again,) = (each.wait().values() for each in alone)
+    references = [run(one_process, weights_of=source) for _ in range(2)]
+    (reference,), (repeated,) = (reference.wait().values() for reference in references)
     if failure:
         return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
     for key, tensor in reference.tensors.items():
-        is_equal = torch.equal(tensor, again.tensors[key]) or key.kind == "scalar"  # as of a clock
+        is_equal = torch.equal(tensor, repeated.tensors[key]) or key.kind == "scalar"  # scalars may be times
         if not is_equal and not bool(tensor.isnan().any()):
             raise UserError(
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
             )
     seeds = range(1, NOISES + 1) if reference.formats else ()
-    worlds = [run(ones, weights_of=source, seed=seed) for seed in seeds]
-    noise = [record for each in worlds for record in each.wait().values()]
-    spreads = spreads_of(reference, noise)
-    misread = explain_samples(reference, ranks, layout)
-    reference, ranks, unmatched, swapped = match_calls(reference, ranks, layout)
+    worlds = [run(one_process, weights_of=source, seed=seed) for seed in seeds]
+    noisy_records = [record for world in worlds for record in world.wait().values()]
+    spreads = spreads_of(reference, noisy_records)
+    sample_causes = explain_samples(reference, ranks, layout)
+    reference, ranks, unmatched, swap_causes = match_calls(reference, ranks, layout)
     comparison = Comparison(reference, ranks, layout, spreads=spreads)
-    comparison.misread, comparison.swapped = misread, swapped
-    comparison.split |= split
-    split |= comparison.split
-    if comparison.blind:
-        problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
-        raise UserError(problem, fix="give a batch and weights of which it is a number")
-    found = diagnose(comparison)
-    if found is not None:
-        found = explain(comparison, found, run, source)
+    comparison.sample_causes, comparison.swap_causes = sample_causes, swap_causes
+    comparison.split_parameters |= split_parameters
+    split_parameters |= comparison.split_parameters
+    if comparison.first_nonfinite:
+        problem = "is not finite on one process either: nothing after it says anything"
+        fix = "give a batch and weights of which it is a number"
+        raise UserError(f"{comparison.first_nonfinite} {problem}", fix=fix)
+    finding = diagnose(comparison)
+    if finding is not None:
+        finding = find_cause(comparison, finding, run, source)
     return Outcome(
         dict(layout),
-        found,
+        finding,
         len(comparison.locations),
-        len(comparison.wrong),
+        len(comparison.wrong_locations),
         tuple(
-            {"name": p.key.name, "kind": KINDS[p.key.kind], "step": p.key.step + 1, "error": p.relative}
-            for p in comparison.wrong[:MOST_LISTED]
+            {"name": x.key.name, "kind": KINDS[x.key.kind], "step": x.key.step + 1, "error": x.relative}
+            for x in comparison.wrong_locations[:MOST_LISTED]
         ),
         tuple(dict.fromkeys(unmatched + comparison.skipped)),
         comparison.precision,
@@ -199,46 +204,49 @@ def audit_layout(
     )
 
 
-def explain(
-    comparison: Comparison, found: Finding, run: Callable[..., "World"], source: "World | None"
+def find_cause(
+    comparison: Comparison, finding: Finding, run: Callable[..., "World"], source: "World | None"
 ) -> Finding:
-    """The finding with the operation that is its cause, where one is found."""
+    """Search for the operation that is the cause of a finding."""
     try:
-        for place in places_to_trace(comparison, found):
+        for location in locations_to_trace(comparison, finding):
             with suppress(UserError):
-                traced = run(comparison.layout, task=partial(trace_rank, place=place)).wait()
-                task = partial(find_operation, comparison=comparison, place=place, ranks=traced)
+                traced = run(comparison.layout, task=partial(trace_rank, location=location)).wait()
+                task = partial(find_operation, comparison=comparison, location=location, ranks=traced)
                 (record,) = run(dict.fromkeys(AXES, 1), weights_of=source, task=task).wait().values()
-                comparison.operation = next(iter(record.causes), None)
-                found, tries = diagnose(comparison) or found, record.given_up
+                comparison.operation_cause = next(iter(record.causes), None)
+                finding, tries = diagnose(comparison) or finding, record.tries_at_limit
                 if tries is not None:
-                    found = found.with_note(f"the search ended at its limit of time, after {tries} tries")
-                if comparison.operation is not None:
+                    finding = finding.with_note(f"the search ended at its limit of time, after {tries} tries")
+                if comparison.operation_cause is not None:
                     break
     except KeyboardInterrupt:
-        return found.with_note(STOPPED)
-    return found
+        return finding.with_note(STOPPED)
+    return finding
 
 
-def places_to_trace(comparison: Comparison, found: Finding) -> list[Location]:
-    """The tensor to explain by operations, and another for a loss; none if samples or formulas explain it."""
-    place, *others = comparison.wrong or (None,)
-    if place is None or place.key.kind not in TRACED or place.key in comparison.swapped:
+def locations_to_trace(comparison: Comparison, finding: Finding) -> list[Location]:
+    """Tensors to explain by operations; none if samples or formulas explain the first difference."""
+    location, *later = comparison.wrong_locations or (None,)
+    if location is None or location.key.kind not in TRACED or location.key in comparison.swap_causes:
         return []
-    is_sum = place.key.kind in ("scalar", "loss")
-    if (is_sum or place.key.kind == "output") and place.key.step in comparison.misread:
+    is_sum = location.key.kind in ("scalar", "loss")
+    if (is_sum or location.key.kind == "output") and location.key.step in comparison.sample_causes:
         return []
-    is_formula = place.key.kind in ("loss", "gradient", "weight")
-    if is_formula and found.is_explained and found.cause != "reported loss":
+    is_formula = location.key.kind in ("loss", "gradient", "weight")
+    if is_formula and finding.is_explained and finding.cause != "reported loss":
         return []
-    # of replicas a sum may say less than its gradients
-    return [place, *[p for p in others if p.key[:2] == (place.key.step, "backward")][:is_sum]]
+    # gradients may show more than a sum over replicas
+    return [location, *[x for x in later if x.key[:2] == (location.key.step, "backward")][:is_sum]]
 
 
 class World:
-    """Ranks of one layout; `weights_of` is the layout whose initial weights and gradients they take.
+    """Forked ranks of one layout.
 
-    With a seed, their narrow formats round at random; a task takes the place of the steps.
+    Args:
+        weights_of: Layout whose initial weights and gradients replace the subject's.
+        seed: Of random rounding in narrow formats; 0 for none.
+        task: Replaces the steps.
     """
 
     def __init__(
@@ -255,9 +263,9 @@ class World:
         self.build, self.layout, self.config, self.dtype = build, layout, config, dtype
         self.weights_of, self.seed, self.task = weights_of, seed, task
         self.size, host = math.prod(layout.values()), os.getpid()
-        self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
+        self.store = TemporaryFile()  # noqa: SIM115  # open as long as this object
         self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
-        """Of each rank: what it does at present in NOTE bytes, then its record or error."""
+        """By rank: its progress in NOTE bytes, then its record or error."""
         self.pids: list[int] = []
         for rank in range(self.size):
             if (pid := os.fork()) == 0:
@@ -265,61 +273,60 @@ class World:
             self.pids.append(pid)
 
     def wait(self) -> Ranks:
-        """Wait for the ranks and return their records. Raises UserError for one that failed or hangs.
+        """Wait for the ranks and return their records; show rank 0's progress on a terminal.
 
-        A line on a terminal says what rank 0 does.
+        Raises UserError if one fails or hangs.
         """
-        left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
+        running, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
         screen, ranks = Screen(stderr=True), "1 rank" if self.size == 1 else f"{self.size} ranks"
         try:
-            with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as shown:
-                while left and time.monotonic() < end:
-                    reported = max(os.fstat(file.fileno()).st_mtime for file in self.files)
-                    if time.time() - reported > STUCK * self.config.timeout_s:
+            with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as progress:
+                while running and time.monotonic() < end:
+                    last_report = max(os.fstat(file.fileno()).st_mtime for file in self.files)
+                    if time.time() - last_report > STUCK * self.config.timeout_s:
                         break
-                    for rank, pid in list(left.items()):
-                        ended, status = os.waitpid(pid, os.WNOHANG)
-                        if ended:
-                            del left[rank]
-                        if ended and (status or not self._content(rank)):
+                    for rank, pid in list(running.items()):
+                        has_ended, status = os.waitpid(pid, os.WNOHANG)
+                        if has_ended:
+                            del running[rank]
+                        if has_ended and (status or not self._result(rank)):
                             failed[rank] = os.waitstatus_to_exitcode(status)
                             end = min(end, time.monotonic() + GRACE_S)
-                    if shown is not None:
-                        shown.update(Text(f"{ranks}: {one_line(self._note(0))}"))
+                    if progress is not None:
+                        progress.update(Text(f"{ranks}: {one_line(self._progress(0))}"))
                     time.sleep(0.02)
         finally:
-            for pid in left.values():
+            for pid in running.values():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        if failed or left:
+        if failed or running:
             is_narrow = LACKS_FLOAT64 in failed.values() and self.size == 1 and self.dtype is torch.float64
-            raise (LacksFloat64Error if is_narrow else UserError)(self._failure(failed))
+            raise (LacksFloat64Error if is_narrow else UserError)(self._failure_text(failed))
         return self.records()
 
     def records(self) -> Ranks:
         """Records of the ranks by their coordinates."""
-        every = product(*map(range, self.layout.values()))
-        return {at: Record.of_bytes(self._content(rank)) for rank, at in enumerate(every)}
+        coordinates = product(*map(range, self.layout.values()))
+        return {at: Record.of_bytes(self._result(rank)) for rank, at in enumerate(coordinates)}
 
-    def _note(self, rank: int) -> str:
-        """A rank's newest note of its progress."""
+    def _progress(self, rank: int) -> str:
         return os.pread(self.files[rank].fileno(), NOTE, 0).decode(errors="replace").rstrip(" \0")
 
-    def _content(self, rank: int) -> bytes:
-        """The record or error that a rank left at its end."""
-        file = self.files[rank].fileno()
-        return os.pread(file, os.fstat(file).st_size, NOTE)
+    def _result(self, rank: int) -> bytes:
+        """Record or error of a rank that has ended; else empty."""
+        descriptor = self.files[rank].fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, NOTE)
 
-    def _failure(self, failed: Mapping[int, int]) -> str:
-        """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        own = [rank for rank, code in failed.items() if code != LOST_PEER]
-        if not own:
-            waits = [f"rank {rank}: {self._note(rank)}" for rank in range(self.size)]
-            waits += [self._content(rank).decode(errors="replace") for rank in list(failed)[:1]]
+    def _failure_text(self, failed: Mapping[int, int]) -> str:
+        """One line: a user's mistake, the rank that failed first, or what each rank waits for."""
+        failures = [rank for rank, code in failed.items() if code != LOST_PEER]
+        if not failures:
+            states = [f"rank {rank}: {self._progress(rank)}" for rank in range(self.size)]
+            states += [self._result(rank).decode(errors="replace") for rank in list(failed)[:1]]
             limit = f"timeout_s={self.config.timeout_s:g}"
-            return f"deadlock, or {limit} is too low: no progress in that time ({'; '.join(waits)})"
-        rank = min(own, key=lambda rank: failed[rank] != UserError.exit_code)
-        state, text = self._note(rank), self._content(rank).decode(errors="replace")
+            return f"deadlock, or {limit} is too low: no progress in that time ({'; '.join(states)})"
+        rank = min(failures, key=lambda rank: failed[rank] != UserError.exit_code)
+        state, text = self._progress(rank), self._result(rank).decode(errors="replace")
         if not text:
             return f"rank {rank} of {self.size} died in {state}"
         if failed[rank] == UserError.exit_code:
@@ -330,22 +337,22 @@ class World:
             is_fixed_dtype = failed[rank] == LACKS_FLOAT64 and self.dtype is not torch.float64
             fix = "; build it in torch.get_default_dtype()" if is_fixed_dtype else ""
             return f"the subject fails in {state} on one process: {text}{fix}"
-        others = "" if len(own) == self.size else "; other ranks do not"
-        return f"rank {rank} of {self.size} fails in {state}: {text}{others}"
+        suffix = "" if len(failures) == self.size else "; other ranks do not"
+        return f"rank {rank} of {self.size} fails in {state}: {text}{suffix}"
 
     def _run_rank(self, rank: int, host: int) -> None:
-        """One rank's process, from the fork to its end."""
-        file, code = self.files[rank].fileno(), 1
+        """Run a rank's process from the fork to its exit."""
+        descriptor, code = self.files[rank].fileno(), 1
 
-        def note(text: str) -> None:  # quickly, since each collective does
-            os.pwrite(file, text.encode()[:NOTE].ljust(NOTE), 0)
+        def report(text: str) -> None:  # fast: runs before each collective
+            os.pwrite(descriptor, text.encode()[:NOTE].ljust(NOTE), 0)
 
         try:
             die_with_parent(host)
             warnings.simplefilter("ignore")
             os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{self.size}"}
-            note("build")
-            content, code = self._record(rank, note).to_bytes(), 0
+            report("build")
+            content, code = self._record_rank(rank, report).to_bytes(), 0
         except UserError as error:
             content, code = str(error).encode(), error.exit_code
         except BaseException as error:
@@ -355,10 +362,10 @@ class World:
             elif isinstance(error, RuntimeError) and "Double" in str(error):
                 code = LACKS_FLOAT64
         finally:
-            os.pwrite(file, content, NOTE)
-            os._exit(code)  # destructors could wait for a peer
+            os.pwrite(descriptor, content, NOTE)
+            os._exit(code)  # skip destructors, which may wait for a peer
 
-    def _record(self, rank: int, note: Callable[[str], None]) -> Record:
+    def _record_rank(self, rank: int, report: Callable[[str], None]) -> Record:
         torch.set_num_threads(1)
         torch.set_default_dtype(self.dtype)
         store = dist.FileStore(f"/proc/self/fd/{self.store.fileno()}", self.size)
@@ -369,13 +376,13 @@ class World:
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
             raise UserError(f"build returns {type(subject).__name__}; return an AuditSubject")
-        recorder = Recorder(subject, note, self.seed)
+        recorder = Recorder(subject, report, self.seed)
         if self.weights_of is not None:
             shapes = {name: p.detach() for name, p in recorder.parameters.items()}
-            whole = partial(assemble, shapes, self.weights_of.records(), self.weights_of.layout)
-            recorder.load(whole(Key(0, "initial", "")))
-            for step in range(self.config.steps):  # so that clipping and updates are judged by themselves
-                gradients = whole(Key(step, "gradient", ""))
+            full_tensors = partial(assemble, shapes, self.weights_of.records(), self.weights_of.layout)
+            recorder.load(full_tensors(Key(0, "initial", "")))
+            for step in range(self.config.steps):  # judge clipping and updates apart from gradients
+                gradients = full_tensors(Key(step, "gradient", ""))
                 recorder.updates |= {(step, name): grad for name, grad in gradients.items()}
         if self.task is not None:
             self.task(recorder)

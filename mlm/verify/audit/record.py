@@ -1,6 +1,6 @@
-"""The subject of an audit, which users describe, and a record of one rank's run of it.
+"""The subject of an audit, which users describe, and the record of one rank's run of it.
 
-Recorded are outputs of every module and their gradients, parameters and theirs, the norm and the loss.
+Recorded: outputs of every module, parameters, the gradients of both, the gradient norm and the loss.
 """
 
 import json
@@ -28,9 +28,9 @@ from mlm.util.files import digest_bytes
 from mlm.verify.audit.formats import COLLECTIVES, EPS, FORMATS, Formats
 
 AXES = ("pp", "dp", "cp", "tp")
-"""Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
+"""Axes of the mesh that a build function receives, outermost first; unused ones have size 1."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
-"""What DDP, `torch.compile`, FSDP and activation checkpointing add to names."""
+"""Name parts added by DDP, `torch.compile`, FSDP and activation checkpointing."""
 KINDS = {
     "initial": "initial weight",
     "output": "output",
@@ -43,14 +43,14 @@ KINDS = {
     "weight": "updated weight",
 }
 """Types of recorded tensors in the order of computation, and their names."""
-OF_MODULES = ("input", "output", "scalar", "backward")
-"""Types of tensors of modules; inputs serve to match calls, and have item 1 where they require gradients."""
+MODULE_KINDS = ("input", "output", "scalar", "backward")
+"""Types of tensors of modules. Inputs only match calls; their item is 1 if they require gradients."""
 SQUARE = "square"
-"""Type of the sum of squares of a rank's own part of a reduced gradient."""
+"""Type of the sum of squares of a rank's local part of a reduced gradient."""
 ADDEND = "addend"
-"""Type of a parameter's gradient in one backward pass, before it is accumulated and reduced: of causes."""
-REACHED = "reached"
-"""Type of a scalar's gradient: the loss depends on it."""
+"""Type of a parameter's gradient in one backward pass, before accumulation and reduction."""
+SCALAR_GRADIENT = "reached"
+"""Type of a scalar output's gradient, recorded if the loss depends on it."""
 DROPOUT = F.dropout
 
 
@@ -106,7 +106,7 @@ class AuditSubject:
 
 
 class Key(NamedTuple):
-    """A recorded tensor."""
+    """Name of a recorded tensor."""
 
     step: int
     kind: str
@@ -126,10 +126,10 @@ class Key(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why a layout parts: a short name, what shows it and what to do, and a place if that is another."""
+    """Cause of a difference: a short name, evidence and advice, and a place if not that of the difference."""
 
     name: str
-    why: str
+    reason: str
     place: str = ""
 
 
@@ -139,24 +139,24 @@ class Record:
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     splits: dict[str, tuple[Split, ...] | None] = field(default_factory=dict)
-    """Of parameters; None where only shapes can show it."""
+    """By parameter; None if only shapes can tell."""
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of parameters whose region is known: that of this rank's part in the whole."""
+    """By parameter whose region is known: where this rank's part begins in the full tensor."""
     precision: str = "fp64"
-    """The narrowest format that an operation returned."""
+    """Narrowest format that an operation returned."""
     formats: dict[str, str] = field(default_factory=dict)
-    """Formats of modules, phases and parameters that are not float64."""
+    """Formats other than float64, by module, phase or parameter."""
     reductions: dict[str, str] = field(default_factory=dict)
-    """Formats of collective sums of 16 bits, by place."""
+    """Formats of collective sums in 16 bits, by place."""
     masks: list[tuple[str, str, str]] = field(default_factory=list)
-    """Of each dropout: its module, digests of its input and of its mask."""
+    """(module, digest of the input, digest of the mask) of each dropout."""
     causes: list[Cause] = field(default_factory=list)
-    """Those found in operations of a step."""
-    given_up: int | None = None
-    """Tries after which the limit of time ended the search for a cause; None where it did not."""
+    """Causes found in operations of a step."""
+    tries_at_limit: int | None = None
+    """Hypotheses tried before the time limit ended the search for a cause; None if it did not."""
 
     def to_bytes(self) -> bytes:
-        """Encode it; what a subject recorded is never unpickled."""
+        """Encode without pickle, since the subject is untrusted."""
         facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
         numbers = self.tensors.values()  # NumPy has no narrow formats but float16; a wider one is exact
         exact = [x.float() if x.is_floating_point() and x.itemsize < 4 else x for x in numbers]
@@ -166,7 +166,6 @@ class Record:
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "Record":
-        """Decode what `to_bytes` returned."""
         with np.load(BytesIO(content), allow_pickle=False) as arrays:
             facts = json.loads(str(arrays["facts"]))
             keys = enumerate(facts.pop("tensors"))
@@ -178,135 +177,135 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs a subject and records it; as a mode it sees each operation, and notes the collective under way."""
+    """Runs a subject and records it; as a dispatch mode it sees each operation and reports collectives."""
 
-    def __init__(self, subject: AuditSubject, note: Callable[[str], None], seed: int = 0) -> None:
+    def __init__(self, subject: AuditSubject, report: Callable[[str], None], seed: int = 0) -> None:
         super().__init__()
-        self.subject, self.note, self.phase = subject, note, ""
+        self.subject, self.report, self.phase = subject, report, ""
         self.record, self.step, self.formats = Record(), 0, Formats(seed)
         self.updates: dict[tuple[int, str], Tensor] = {}
-        """Whole gradients by step and name, in place of its own after they are recorded."""
+        """Full gradients by step and name, which replace the subject's after these are recorded."""
         self.calls: Counter[tuple[str, int | str]] = Counter()
-        """Calls in this step: of modules in each micro-batch, of outermost modules (-1), and addends."""
+        """Counts in this step: calls of modules by micro-batch, of outermost modules (-1), and addends."""
         self.micro = 0
-        self.call: Callable[[Any, Any, Any], Any] | None = None
-        """Runs an operation in place of the dispatch below, which looks at formats."""
-        self.where: list[str] = []
-        """Modules whose forward pass is under way, the innermost last."""
+        self.run_operation: Callable[[Any, Any, Any], Any] | None = None
+        """Replaces the default dispatch, which observes formats."""
+        self.module_stack: list[str] = []
+        """Modules in their forward pass, innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in subject.module.named_parameters():
-            self.parameters.setdefault(self._name(name), parameter)
+            self.parameters.setdefault(self.reference_name(name), parameter)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_hook(partial(self._on_addend, name))
-        self.record.splits = {name: self._splits(name, p) for name, p in self.parameters.items()}
-        modules = {self._name(name): module for name, module in subject.module.named_modules()}
-        for name, module in modules.items():  # of a wrapper and what it wraps, the latter
-            if isinstance(module, nn.Identity):  # in place of what other pipeline stages have
+        self.record.splits = {name: self._declared_splits(name, p) for name, p in self.parameters.items()}
+        modules = {self.reference_name(name): module for name, module in subject.module.named_modules()}
+        for name, module in modules.items():  # a wrapped module replaces its wrapper of equal name
+            if isinstance(module, nn.Identity):  # placeholder of modules on other pipeline stages
                 continue
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, name), always_call=True)
+            module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave_module, name), always_call=True)
         if subject.optimizer is not None:
             subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it calls operations on tensors, and collectives
+        if DTensor in types:  # decomposes into operations on local tensors
             return NotImplemented
         if func.namespace in COLLECTIVES:
-            place = f" of {self.where[-1]}" if self.where else ""
-            self.note(f"{func._opname.strip('_')}{place}")
-        if self.call is not None:
-            return self.call(func, args, kwargs or {})
+            suffix = f" of {self.module_stack[-1]}" if self.module_stack else ""
+            self.report(f"{func._opname.strip('_')}{suffix}")
+        if self.run_operation is not None:
+            return self.run_operation(func, args, kwargs or {})
         result = func(*args, **kwargs or {})
-        place = self.where[-1] if self.where else self.phase
-        self.formats.see(func, args, result, place, is_update=self.phase == "update")
+        place = self.module_stack[-1] if self.module_stack else self.phase
+        self.formats.observe(func, args, result, place, is_update=self.phase == "update")
         return result
 
     def run(self, steps: int) -> Record:
-        """Run some steps with dropout off, then one that records the masks of dropout."""
+        """Run steps with dropout off, then one forward and backward that records dropout masks."""
         self._record_parameters("initial")
         batch = [leaf for leaf in tree_leaves(self.subject.batch) if isinstance(leaf, Tensor)]
-        before = list(map(digest, batch))
+        digests = list(map(digest, batch))
         for self.step in range(steps):
-            self._run_step()
-            if before != list(map(digest, batch)):
+            self.run_step()
+            if digests != list(map(digest, batch)):
                 raise UserError("the subject changes its batch in place", fix="let it work on a clone of it")
-        with self._dropout(self._note_mask):
+        with self._dropout_patched_by(self._record_mask):
             self.step = -1
             self._compute()
         return self.record
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with these weights, which are whole."""
+        """Load full weights of one process."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 target.copy_(weights[name])
 
-    def _run_step(self, *, has_update: bool = True) -> None:
+    def run_step(self, *, has_update: bool = True) -> None:
         self.calls.clear()
-        with self._dropout(lambda x, *_, **__: x):
+        with self._dropout_patched_by(lambda x, *_, **__: x):
             loss = self._compute()
         if loss is not None:
-            self._keep("loss", "loss", loss)
+            self._record("loss", "loss", loss)
         subject = self.subject
         if has_update and not self._has_gradients():
-            self._begin("reduction")
+            self._begin_phase("reduction")
             with self:
                 if subject.reduce is not None:
                     subject.reduce()
                 self._record_gradients()
                 if subject.clip is not None:
-                    self._begin("clipping")
-                    self._keep("norm", "norm", subject.clip())
+                    self._begin_phase("clipping")
+                    self._record("norm", "norm", subject.clip())
                     for name, grad in self._gradients():  # Adam would hide a wrong scale
-                        self._keep("clipped", name, whole(grad))
+                        self._record("clipped", name, full_tensor(grad))
                 if subject.optimizer is not None:
-                    self._begin("update")
+                    self._begin_phase("update")
                     subject.optimizer.step()
         if has_update:
             self._record_parameters("weight")
         subject.module.zero_grad()
-        own = {name: FORMATS[p.dtype] for name, p in self.parameters.items() if p.dtype in FORMATS}
-        narrow = {name: each for name, each in own.items() if each != "fp64"} | self.formats.narrowest
+        formats = {name: FORMATS[p.dtype] for name, p in self.parameters.items() if p.dtype in FORMATS}
+        narrow = {name: fmt for name, fmt in formats.items() if fmt != "fp64"} | self.formats.narrowest
         self.record.formats, self.record.reductions = narrow, self.formats.reductions
         self.record.precision = max((*narrow.values(), "fp64"), key=list(EPS).index)
 
-    def _begin(self, phase: str) -> None:
+    def _begin_phase(self, phase: str) -> None:
         self.phase = phase
-        self.note(phase)
+        self.report(phase)
 
     def _compute(self) -> Tensor | None:
-        """Forward and backward; the loss."""
+        """Run forward and backward; return the loss."""
         subject = self.subject
         with self:
             if subject.step is not None:
-                self._begin("step")
+                self._begin_phase("step")
                 return subject.step()
-            self._begin("forward")
+            self._begin_phase("forward")
             batch = subject.batch
             if isinstance(batch, Mapping):
                 output = subject.module(**batch)
             else:
                 output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
-            self._begin("loss")
+            self._begin_phase("loss")
             loss: Tensor = output if subject.loss is None else subject.loss(output)
-            self._begin("backward")
+            self._begin_phase("backward")
             loss.backward()
         return loss
 
-    def _enter(self, name: str, _module: object, *inputs: object) -> None:
-        if self._is_recorded and not self.where:
+    def _enter_module(self, name: str, _module: object, *inputs: object) -> None:
+        if self._is_recorded and not self.module_stack:
             self.micro, self.calls[name, -1] = self.calls[name, -1], self.calls[name, -1] + 1
-        self.where.append(name or "the whole module")
-        self.note(f"forward of {self.where[-1]}")
+        self.module_stack.append(name or "the whole module")
+        self.report(f"forward of {self.module_stack[-1]}")
         batch = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
         if self._is_recorded and batch:
             call = self.calls[name, self.micro]
-            self._keep("input", name, batch[0], call, int(batch[0].requires_grad))
+            self._record("input", name, batch[0], call, int(batch[0].requires_grad))
 
-    def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
-        self.where.pop()
+    def _leave_module(self, name: str, _module: object, _args: object, output: Any) -> None:
+        self.module_stack.pop()
         if not self._is_recorded:
             return
         call = self.calls[name, self.micro]
@@ -314,46 +313,49 @@ class Recorder(TorchDispatchMode):
         counts = {"scalar": 0, "output": 0}
         for leaf in leaves_of(output):
             is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            # a leaf is a parameter that a module returns, as Megatron's layers do with biases
+            # a leaf is a parameter that the module returns, as Megatron's layers return biases
             if type(leaf) is float or (is_tensor and not (leaf.is_leaf and leaf.requires_grad)):
                 kind = "output" if is_tensor and leaf.ndim else "scalar"
-                key = self._keep(kind, name, leaf, call, counts[kind])
+                key = self._record(kind, name, leaf, call, counts[kind])
                 counts[kind] += 1
                 if is_tensor and leaf.requires_grad:
-                    after = "backward" if leaf.ndim else REACHED
-                    leaf.register_hook(partial(self._store, key._replace(kind=after)))
+                    gradient_kind = "backward" if leaf.ndim else SCALAR_GRADIENT
+                    leaf.register_hook(partial(self._store_copy, key._replace(kind=gradient_kind)))
 
     @property
     def _is_recorded(self) -> bool:
-        """True outside of recomputation, and of the step that is about masks."""
+        """False in recomputation, and in the step of dropout masks."""
         return self.step >= 0 and torch._C._current_graph_task_id() == -1
 
     def _on_addend(self, name: str, grad: Tensor) -> None:
         if self.step >= 0:
-            self._keep(ADDEND, name, grad, self.calls[name, ADDEND])
+            self._record(ADDEND, name, grad, self.calls[name, ADDEND])
             self.calls[name, ADDEND] += 1
 
-    def _keep(self, kind: str, name: str, tensor: Tensor | float, call: int = 0, item: int = 0) -> Key:
-        key = Key(self.step, kind, name, call, item, self.micro if kind in OF_MODULES else 0)
-        self._store(key, tensor)
+    def _record(self, kind: str, name: str, tensor: Tensor | float, call: int = 0, item: int = 0) -> Key:
+        key = Key(self.step, kind, name, call, item, self.micro if kind in MODULE_KINDS else 0)
+        self._store_copy(key, tensor)
         return key
 
-    def _store(self, key: Key, tensor: Tensor | float) -> None:
-        """Record a copy, which no tracer takes for an operation of the step."""
-        call, self.call = self.call, lambda func, args, kwargs: func(*args, **kwargs)
-        self.record.tensors[key] = local(torch.as_tensor(tensor))
-        self.call = call
+    def _store_copy(self, key: Key, tensor: Tensor | float) -> None:
+        """Record a copy, without tracing its operations."""
+        run_operation, self.run_operation = (
+            self.run_operation,
+            lambda func, args, kwargs: func(*args, **kwargs),
+        )
+        self.record.tensors[key] = local_copy(torch.as_tensor(tensor))
+        self.run_operation = run_operation
 
     def _record_parameters(self, kind: str) -> None:
         for name, parameter in self.parameters.items():
-            self._keep(kind, name, whole(parameter))
+            self._record(kind, name, full_tensor(parameter))
 
     def _record_gradients(self) -> None:
-        if self.step < 0 or self._has_gradients():  # the optimizer's hook comes after clipping
+        if self.step < 0 or self._has_gradients():  # the optimizer's hook runs after clipping
             return
         for name, grad in self._gradients():
-            self._keep("gradient", name, whole(grad))
-            self._keep(SQUARE, name, local(grad).double().square().sum())
+            self._record("gradient", name, full_tensor(grad))
+            self._record(SQUARE, name, local_copy(grad).double().square().sum())
             if (update := self.updates.get((self.step, name))) is not None:
                 (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
 
@@ -363,13 +365,13 @@ class Recorder(TorchDispatchMode):
             if grad is not None:
                 yield name, grad
 
-    def _name(self, name: str) -> str:
+    def reference_name(self, name: str) -> str:
         return self.subject.names(WRAPPERS.sub("", name).rstrip("."))
 
     def _has_gradients(self) -> bool:
         return any(key.step == self.step and key.kind == "gradient" for key in self.record.tensors)
 
-    def _splits(self, name: str, parameter: nn.Parameter) -> tuple[Split, ...] | None:
+    def _declared_splits(self, name: str, parameter: nn.Parameter) -> tuple[Split, ...] | None:
         for pattern, split in self.subject.placements.items():
             if fnmatch(name, pattern):
                 return () if split is None else (split,)
@@ -378,41 +380,41 @@ class Recorder(TorchDispatchMode):
         return None
 
     @contextmanager
-    def _dropout(self, function: Callable[..., Tensor]) -> Iterator[None]:
+    def _dropout_patched_by(self, function: Callable[..., Tensor]) -> Iterator[None]:
         F.dropout = function
         try:
             yield
         finally:
             F.dropout = DROPOUT
 
-    def _note_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _record_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         mask = DROPOUT(torch.ones_like(x), p, training)
-        tells_samples = bool((x != x.flatten()[:1]).any())  # ones, as of stochastic depth, are alike for all
-        if training and 0 < p < 1 and tells_samples:
-            name = self.where[-1] if self.where else ""
+        differs_by_sample = bool((x != x.flatten()[:1]).any())  # stochastic depth passes ones
+        if training and 0 < p < 1 and differs_by_sample:
+            name = self.module_stack[-1] if self.module_stack else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Leaves of tuples, mappings and dataclasses."""
+    """Leaves of a pytree, including fields of dataclasses."""
     for leaf in tree_leaves(tree):
         is_object = is_dataclass(leaf) and not isinstance(leaf, type)
         yield from leaves_of([getattr(leaf, f.name) for f in fields(leaf)]) if is_object else (leaf,)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part."""
+def local_copy(tensor: Tensor) -> Tensor:
+    """Copy of this rank's part on the CPU."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone().cpu()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor put together, a collective; this rank's part of any other."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor (collective), and any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def digest(tensor: Tensor) -> str:
-    """A digest of the bits of this rank's part."""
-    bits = local(tensor).reshape(-1).view(torch.uint8)
+    """Digest of the bits of this rank's part."""
+    bits = local_copy(tensor).reshape(-1).view(torch.uint8)
     return digest_bytes(bits.numpy().tobytes())

@@ -1,7 +1,7 @@
-"""The operation that makes a tensor wrong: what it reads or returns on ranks gives their tensor.
+"""Search for the operation that makes a tensor wrong.
 
-One process runs its step again with numbers of ranks in place of its own. The first numbers that give what
-ranks have are the cause.
+One process runs its step again with tensors of ranks in place of its own. The first that reproduce the ranks'
+wrong tensor are the cause.
 """
 
 import time
@@ -16,176 +16,192 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mlm.verify.audit.compare import Comparison, Location, Ranks, combined, magnitude
-from mlm.verify.audit.operations import OWN, PARTS, Hypothesis, Operations, Tensors, Traced
+from mlm.verify.audit.compare import Comparison, Location, Ranks, magnitude, sums_over_axes
+from mlm.verify.audit.operations import JOINED, PER_RANK, Hypothesis, Operations, Tensors, Traced
 from mlm.verify.audit.parts import Coordinates, difference, match, region, unscaled
 from mlm.verify.audit.patterns import FIT
 from mlm.verify.audit.record import Cause, Key, Recorder
 from mlm.verify.audit.trace import NUMBERS, READ, RESULT, State, advance, trace
 
 PHASES = ("step", "forward", "loss", "backward")
-"""Places of operations of no module."""
+"""Places of operations outside modules."""
 MOST_STEPS = 40
-"""Limit of the search in processor time: traced steps of one process."""
+"""Limit of the search in processor time, in traced steps of one process."""
 MARGIN = 0.1
-"""Fraction of a difference that what is predicted may leave."""
+"""Error of a prediction as a fraction of the difference that it explains."""
 
 
-def find_operation(recorder: Recorder, comparison: Comparison, place: Location, ranks: Ranks) -> None:
-    """Record as a cause the first numbers of ranks that give their wrong tensor on one process."""
-    traced: Traced = {at[1:]: record.tensors for at, record in ranks.items() if at[0] == place.stage}
-    advance(recorder, place.key.step)
-    state, record, note, start = State(recorder), recorder.record, recorder.note, time.process_time()
-    own, sources = traced, trace(recorder, place).sources
+def find_operation(recorder: Recorder, comparison: Comparison, location: Location, ranks: Ranks) -> None:
+    """Record the cause of a wrong tensor, if a hypothesis on operations reproduces it."""
+    traced: Traced = {rank[1:]: record.tensors for rank, record in ranks.items() if rank[0] == location.stage}
+    advance(recorder, location.key.step)
+    state, record, report, start = State(recorder), recorder.record, recorder.report, time.process_time()
+    sources = trace(recorder, location).sources
     limit = time.process_time() + MOST_STEPS * (time.process_time() - start)
-    right = dict(record.tensors)
-    kind = place.key.kind
-    wrong = {k for k in right if k.kind == kind}
-    if kind == "backward":  # the trace ends with the first micro-batch's
-        wrong = {k for k in wrong if k.micro == place.key.micro}
+    reference = dict(record.tensors)
+    kind = location.key.kind
+    wrong = {k for k in reference if k.kind == kind}
+    if kind == "backward":  # the trace ends with one micro-batch
+        wrong = {k for k in wrong if k.micro == location.key.micro}
     is_staged = kind == "output" and comparison.layout["pp"] > 1
-    if is_staged and (cause := _another_layer(recorder, state, comparison, place)) is not None:
+    if is_staged and (cause := _explain_layer(recorder, state, comparison, location)) is not None:
         record.causes.append(cause)
         return
-    micro = [{k.micro for k in own if k.kind == "input"} for own in (right, *traced.values())]
+    micro_batches = [{k.micro for k in side if k.kind == "input"} for side in (reference, *traced.values())]
     is_of_step = kind in ("gradient", "weight") or (kind == "loss" and comparison.replicas == 1)
-    if any(own != micro[0] for own in micro) and not is_of_step:
-        traced = by_samples(right, traced)
-        if not traced or not all(wrong & {*own} for own in traced.values()):
+    joined = traced
+    if any(numbers != micro_batches[0] for numbers in micro_batches) and not is_of_step:
+        joined = join_replicas(reference, traced)
+        if not joined or not all(wrong & {*tensors} for tensors in joined.values()):
             return
-    operations = Operations(comparison, right, sources, traced)
-    operations.ranks = own
-    # what is right must not pass for what is wrong, as a loss between those of replicas would
-    blind = {
-        how
-        for how, count in ((PARTS, 1), (OWN, len(traced)))
-        if all(_is_found(operations, place, k, dict.fromkeys([*traced][:count], right)) for k in wrong)
+    operations = Operations(comparison, reference, sources, joined, traced)
+    # the right tensor must not pass for the wrong one, as a loss between those of replicas would
+    undecidable = {
+        mode
+        for mode, runs in ((JOINED, [*joined][:1]), (PER_RANK, [*joined]))
+        if all(_is_predicted(operations, location, k, dict.fromkeys(runs, reference)) for k in wrong)
     }
-    gives = partial(predicts, state, operations, place, wrong)
-    for number, hypothesis in enumerate(operations.hypotheses(place.key)):
+    predicts_target = partial(predicts, state, operations, location, wrong)
+    for number, hypothesis in enumerate(operations.hypotheses(location.key)):
         if time.process_time() > limit:
-            record.given_up = number
+            record.tries_at_limit = number
             return
-        recorder.note = lambda text, head=f"cause {number + 1}: ": note(head + text)  # type: ignore[misc]
-        if (OWN if hypothesis.how == OWN else PARTS) in blind:
+        recorder.report = lambda text, head=f"cause {number + 1}: ": report(head + text)  # type: ignore[misc]
+        if (PER_RANK if hypothesis.mode == PER_RANK else JOINED) in undecidable:
             continue
-        if gives(hypothesis):
-            # the first name is the one reported: drop those that the prediction does not need
-            while hypothesis.names[1:] and gives(rest := hypothesis._replace(names=hypothesis.names[1:])):
-                hypothesis = rest
+        if predicts_target(hypothesis):
+            # the cause names the first: drop those that the prediction does not need
+            while names := hypothesis.names[1:]:
+                if not predicts_target(shorter := hypothesis._replace(names=names)):
+                    break
+                hypothesis = shorter
             record.causes.append(operations.explain(hypothesis))
             return
 
 
 def predicts(
-    state: State, operations: Operations, place: Location, wrong: Collection[Key], hypothesis: Hypothesis
+    state: State, operations: Operations, location: Location, wrong: Collection[Key], hypothesis: Hypothesis
 ) -> bool:
-    """True if one process with the numbers of a hypothesis gives what ranks have."""
-    ranks = [*operations.traced][: None if hypothesis.how == OWN else 1]
-    own = {at: operations.values(hypothesis, at) for at in ranks}
+    """True if one process with the replacements of a hypothesis gives the ranks' wrong tensors."""
+    ranks = [*operations.traced][: None if hypothesis.mode == PER_RANK else 1]
+    replacements = {rank: operations.values(hypothesis, rank) for rank in ranks}
     runs: dict[Coordinates, Tensors] = {}
-    with suppress(RuntimeError, IndexError, ValueError):  # of values that the next operation rejects
-        for at, values in own.items() if all(own.values()) else ():
+    with suppress(RuntimeError, IndexError, ValueError):  # the next operation may reject values
+        for rank, values in replacements.items() if all(replacements.values()) else ():
             state.restore()
-            trace(state.recorder, place, values)
-            runs[at] = dict(state.recorder.record.tensors)
-        return bool(runs) and all(_is_found(operations, place, k, runs) for k in wrong)
+            trace(state.recorder, location, values)
+            runs[rank] = dict(state.recorder.record.tensors)
+        return bool(runs) and all(_is_predicted(operations, location, k, runs) for k in wrong)
     return False
 
 
-def by_samples(right: Tensors, traced: Mapping[Coordinates, Tensors]) -> Traced:
-    """Join the operations of replicas, under the micro-batches of one process that have the same input.
+def join_replicas(reference: Tensors, traced: Mapping[Coordinates, Tensors]) -> Traced:
+    """Join the operations of replicas under one process's micro-batches with the same input.
 
-    Empty if one has none. Operations outside modules belong to a micro-batch by the number of their call.
+    Empty if a micro-batch has no counterpart. The call of an operation outside modules tells its micro-batch.
     """
-    first = next(k for k in right if k.kind == "input")
-    whole = {k.micro: x for k, x in right.items() if k[:5] == first[:5]}
-    counts = [Counter(k._replace(call=0) for k in own if is_outside(k)) for own in (right, *traced.values())]
+    first_input = next(k for k in reference if k.kind == "input")
+    full_inputs = {k.micro: x for k, x in reference.items() if k[:5] == first_input[:5]}
+    sides = reference, *traced.values()
+    counts = [Counter(k._replace(call=0) for k in side if is_outside(k)) for side in sides]
     joined: dict[Coordinates, dict[Key, Tensor]] = {}
-    lost: set[tuple[Coordinates, Key]] = set()
-    for count, (at, own) in zip(counts[1:], traced.items(), strict=True):
-        inputs = {k.micro: x for k, x in own.items() if k[:5] == first[:5]}
-        same = {m: [n for n, y in whole.items() if torch.equal(x, y)] for m, x in inputs.items()}
-        if not inputs or any(len(found) != 1 for found in same.values()):
+    conflicts: set[tuple[Coordinates, Key]] = set()
+    for count, (rank, tensors) in zip(counts[1:], traced.items(), strict=True):
+        inputs = {k.micro: x for k, x in tensors.items() if k[:5] == first_input[:5]}
+        micro_of = {m: [n for n, y in full_inputs.items() if torch.equal(x, y)] for m, x in inputs.items()}
+        if not inputs or any(len(matches) != 1 for matches in micro_of.values()):
             return {}
-        union = joined.setdefault((0, *at[1:]), {})
-        for key, x in own.items():
+        union = joined.setdefault((0, *rank[1:]), {})
+        for key, x in tensors.items():
             all_calls = key._replace(call=0)
-            calls, share = count[all_calls] // len(inputs), counts[0][all_calls] / len(whole)
+            calls, reference_calls = count[all_calls] // len(inputs), counts[0][all_calls] / len(full_inputs)
             if not is_outside(key):
-                key = key if key.kind == "loss" else key._replace(micro=same[key.micro][0])
-            elif calls == share:
-                key = key._replace(call=same[key.call // calls][0] * calls + key.call % calls)
+                key = key if key.kind == "loss" else key._replace(micro=micro_of[key.micro][0])
+            elif calls == reference_calls:
+                key = key._replace(call=micro_of[key.call // calls][0] * calls + key.call % calls)
             if not torch.equal(union.setdefault(key, x), x):
-                lost.add(((0, *at[1:]), key))
-    for at, key in lost:
-        del joined[at][key]
-    is_whole = all({k.micro for k in own if k[:5] == first[:5]} == {*whole} for own in joined.values())
-    return dict(joined) if is_whole else {}
+                conflicts.add(((0, *rank[1:]), key))
+    for rank, key in conflicts:
+        del joined[rank][key]
+    micro_batches = [{k.micro for k in union if k[:5] == first_input[:5]} for union in joined.values()]
+    return dict(joined) if all(numbers == {*full_inputs} for numbers in micro_batches) else {}
 
 
 def is_outside(key: Key) -> bool:
-    """True for an operation of no module, whose keys do not name a micro-batch."""
+    """True for an operation outside modules; its key names no micro-batch."""
     return key.kind in (READ, RESULT, NUMBERS) and key.name.split("|")[0] in PHASES
 
 
-def _another_layer(recorder: Recorder, state: State, comparison: Comparison, place: Location) -> Cause | None:
-    """The layer of a pipeline whose function, with the weights of another number, gives what ranks have."""
-    modules = {recorder._name(name): module for name, module in recorder.subject.module.named_modules()}
-    wrong = {p.key.name: p for p in comparison.wrong if p.key[:2] == place.key[:2]}
-    for name, other in product(wrong, modules):
-        (above, _, number), (parent, _, another) = name.rpartition("."), other.rpartition(".")
-        is_outer = f"{place.key.name}.".startswith(f"{name}.") and number.isdigit()
-        if not (is_outer and another.isdigit() and above == parent and name != other):
+def _explain_layer(
+    recorder: Recorder, state: State, comparison: Comparison, location: Location
+) -> Cause | None:
+    """The cause of a stage's layer that computes the function of a layer with another number."""
+    modules = {
+        recorder.reference_name(name): module for name, module in recorder.subject.module.named_modules()
+    }
+    wrong = {p.key.name: p for p in comparison.wrong_locations if p.key[:2] == location.key[:2]}
+    for name, other_name in product(wrong, modules):
+        (parent_name, _, number), (other_parent, _, other_number) = (
+            name.rpartition("."),
+            other_name.rpartition("."),
+        )
+        is_outer = f"{location.key.name}.".startswith(f"{name}.") and number.isdigit()
+        if not (is_outer and other_number.isdigit() and parent_name == other_parent and name != other_name):
             continue
-        as_other = partial(_as_layer, modules[other])
-        hook = modules[name].register_forward_hook(as_other, prepend=True, with_kwargs=True)
-        with suppress(RuntimeError, TypeError):  # of a layer of another shape
+        forward = partial(_as_layer, modules[other_name])
+        hook = modules[name].register_forward_hook(forward, prepend=True, with_kwargs=True)
+        with suppress(RuntimeError, TypeError):  # layers may have other shapes
             state.restore()
             trace(recorder, wrong[name], {})
-            every = torch.cat([x for k, x in recorder.record.tensors.items() if k.kind == "output"])
-            ranks = (r for at, r in comparison.ranks.items() if at[0] == wrong[name].stage)
+            outputs = torch.cat([x for k, x in recorder.record.tensors.items() if k.kind == "output"])
+            ranks = (r for rank, r in comparison.ranks.items() if rank[0] == wrong[name].stage)
             rows = (record.tensors[wrong[name].key].flatten(1).double() for record in ranks)
-            far = [torch.cdist(x, every.flatten(1).double(), p=torch.inf).amin(1).amax() for x in rows]
-            if max(map(float, far)) <= FIT * magnitude(every):
-                why = f"{name} computes what {other} does: look at the numbers of layers on stages"
-                return Cause("another layer's function", why, name)
+            distances = [
+                torch.cdist(x, outputs.flatten(1).double(), p=torch.inf).amin(1).amax() for x in rows
+            ]
+            if max(map(float, distances)) <= FIT * magnitude(outputs):
+                reason = f"{name} computes what {other_name} does: look at the numbers of layers on stages"
+                return Cause("another layer's function", reason, name)
         hook.remove()
     return None
 
 
 def _as_layer(other: nn.Module, module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
-    """The output of another layer with the weights of this one."""
+    """Output of another layer with the weights of this one."""
     return functional_call(other, dict(module.named_parameters()), args, kwargs)
 
 
-def _is_found(operations: Operations, place: Location, key: Key, runs: Mapping[Coordinates, Tensors]) -> bool:
-    """True if ranks' tensor is predicted, by one run or by one for each rank."""
+def _is_predicted(
+    operations: Operations, location: Location, key: Key, runs: Mapping[Coordinates, Tensors]
+) -> bool:
+    """True if the ranks' tensor is predicted by one run, or by one for each rank."""
     comparison, parts = operations.comparison, operations.parts(key)
     if not parts:
-        return place.key.kind == "weight"  # of another stage
-    whole, *others = (run[key] for run in runs.values())
-    sizes = (p.largest for p in comparison.locations if p.key == key)
-    size = next(sizes) if key.kind == "weight" else magnitude(whole)
-    # nearer than one process's by far, too
-    bound = max(FIT * size, min(10 * place.limit * size, MARGIN * place.match.error))
-    if others:
-        for placement in operations.placements(parts, whole, ()):
-            pairs = {at: (part, region(runs[at][key], placement, at, parts)) for at, part in parts.items()}
+        return location.key.kind == "weight"  # on another stage
+    full, *other_runs = (run[key] for run in runs.values())
+    sizes = (other.unit for other in comparison.locations if other.key == key)
+    size = next(sizes) if key.kind == "weight" else magnitude(full)
+    # also much nearer than one process's own tensor
+    bound = max(FIT * size, min(10 * location.limit * size, MARGIN * location.match.error))
+    if other_runs:
+        for placement in operations.placements(parts, full, ()):
+            pairs = {
+                rank: (part, region(runs[rank][key], placement, rank, parts)) for rank, part in parts.items()
+            }
             is_scaled = key.kind == "backward" and comparison.replicas * comparison.layout["pp"] > 1
             pairs = unscaled(pairs) if is_scaled else pairs
             if all(difference(*pair) <= bound for pair in pairs.values()):
                 return True
         return False
     if key.kind == "output":
-        found = match(parts, whole, operations.placements(parts, whole, ("cp", "tp")), bound, is_scaled=False)
-        return found is not None and found.error <= bound
+        best = match(parts, full, operations.placements(parts, full, ("cp", "tp")), bound, is_scaled=False)
+        return best is not None and best.error <= bound
     if key.kind == "weight":
-        return comparison._parameter(key, whole, place.stage, parts).error <= bound
-    if key.kind in ("loss", "scalar"):  # a mean with other weights could be anything
-        sums = [[*own.values()] for own in combined(parts)]
-        means = (torch.stack(own).mean(0) for own in sums)
-        every = [torch.stack(own) for own in sums] + [x[None] for x in means]
-        return any(difference(x, whole.expand_as(x)) <= bound for x in every)
-    found = comparison._activation(key, parts, whole, bound)
-    return found is not None and found.error <= bound
+        return comparison.match_parameter(key, full, location.stage, parts).error <= bound
+    if key.kind in ("loss", "scalar"):  # equal weights: a weighted mean could be anything between
+        sums = [[*values.values()] for values in sums_over_axes(parts)]
+        means = (torch.stack(values).mean(0) for values in sums)
+        candidates = [torch.stack(values) for values in sums] + [x[None] for x in means]
+        return any(difference(x, full.expand_as(x)) <= bound for x in candidates)
+    best = comparison.match_activation(key, parts, full, bound)
+    return best is not None and best.error <= bound
