@@ -112,10 +112,9 @@ class Report:
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         largest: dict[Key, Difference] = {}
         for location in comparison.locations:  # the larger of a parameter on two stages
-            difference = Difference.of(location, reference.tensors[location.key])
-            largest[location.key] = max(
-                largest.get(location.key, difference), difference, key=lambda d: d.difference
-            )
+            key = location.key
+            new = Difference.of(location, reference.tensors[key])
+            largest[key] = max(largest.get(key, new), new, key=lambda d: d.difference)
         self.differences += largest.values()
         self.blind = self.blind or comparison.first_nonfinite
         if self.finding is None and not self.blind:
@@ -179,9 +178,8 @@ def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     """Trainer of the full run on this rank alone, with the attention masks that the layout's kernels draw."""
-    trainer: Trainer[MicroBatch] = Trainer(
-        config.on_one_process(), replace(shape_context(), device=ctx.device)
-    )
+    alone = replace(shape_context(), device=ctx.device)
+    trainer: Trainer[MicroBatch] = Trainer(config.on_one_process(), alone)
     trainer.split_parts = tuple(range(ctx.tp.size))
     return trainer
 
@@ -261,9 +259,8 @@ def judge(report: Report) -> Verdict:
     if report.finding is not None:
         finding = report.finding
         suffix = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
-        return Verdict(
-            "DIFFERENT", f"first at {finding.where}{suffix}", f"{finding.cause}: {finding.sentence}"
-        )
+        hint = f"{finding.cause}: {finding.sentence}"
+        return Verdict("DIFFERENT", f"first at {finding.where}{suffix}", hint)
     if report.torn:
         suffix = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
         sentence = f"the copies of {report.torn[0]} on several ranks are no longer equal bit for bit{suffix}"

@@ -97,13 +97,8 @@ def run(config: VerifyResumeConfig) -> None:
             "plan": plan._asdict(),
             "starts_of_the_resumed_run": runs.starts,
             "numbers": [
-                {
-                    "step": key[0],
-                    "name": key[1],
-                    STRAIGHT: runs.straight.get(key),
-                    RESUMED: runs.resumed.get(key),
-                }
-                for key in runs.straight | runs.resumed
+                {"step": k[0], "name": k[1], STRAIGHT: runs.straight.get(k), RESUMED: runs.resumed.get(k)}
+                for k in runs.straight | runs.resumed
             ],
             "tensors": {
                 "compared": len(runs.final.tensors),
@@ -143,9 +138,8 @@ def judge(runs: Runs) -> Verdict:
     plan, tensors = runs.plan, runs.final.tensors
     if runs.starts != (plan.first, plan.kill):
         starts = ", ".join(map(str, runs.starts)) or "nowhere"
-        sentence = (
-            f"the killed run should have gone on from step {plan.kill}, but its starts were at: {starts}"
-        )
+        sentence = f"the killed run should have gone on from step {plan.kill}, but its starts were at: "
+        sentence += starts
         hint = "the checkpoint was not found, or found damaged; see the log of the resumed run"
         return Verdict("DIFFERENT", sentence, hint)
     for step, name in runs.straight | runs.resumed:

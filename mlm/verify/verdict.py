@@ -60,8 +60,6 @@ smaller tensors may be rounding."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a comparison."""
-
     word: Literal["EQUAL", "EQUAL bit for bit", "DIFFERENT", "UNDECIDED"]
     sentence: str
     """One line."""

@@ -49,8 +49,6 @@ Ranks = dict[tuple[int, ...], Record]
 
 @dataclass(frozen=True, eq=False)
 class Location:
-    """A compared tensor."""
-
     key: Key
     match: Match
     unit: float
@@ -152,19 +150,11 @@ class Comparison:
 
         Scalar outputs count if the loss depends on them, and it or a gradient is wrong in their step.
         """
-        wrong = [location for location in self.locations if location.is_wrong]
-        affected_steps = {
-            location.key.step for location in wrong if location.key.kind in ("loss", "backward", "gradient")
-        }
-        trained_scalars = {
-            key._replace(kind="scalar") for key in self.reference.tensors if key.kind == SCALAR_GRADIENT
-        }
-        return [
-            location
-            for location in wrong
-            if location.key.kind != "scalar"
-            or (location.key.step in affected_steps and location.key in trained_scalars)
-        ]
+        wrong = [x for x in self.locations if x.is_wrong]
+        steps = {x.key.step for x in wrong if x.key.kind in ("loss", "backward", "gradient")}
+        scalars = {key for key in self.reference.tensors if key.kind == SCALAR_GRADIENT and key.step in steps}
+        trained = {key._replace(kind="scalar") for key in scalars}
+        return [x for x in wrong if x.key.kind != "scalar" or x.key in trained]
 
     def of_kind(self, step: int, kind: str) -> list[Location]:
         return [location for location in self.locations if location.key[:2] == (step, kind)]

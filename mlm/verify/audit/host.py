@@ -141,12 +141,8 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
                 with suppress(UserError):  # code may need several axes
                     outcomes.append(audit_layout(build, single_axis, config, dtype, split_parameters))
     outcomes = [replace(outcome, rounding=prefix + outcome.rounding) for outcome in outcomes]
-
-    def order(outcome: Outcome) -> tuple[object, ...]:
-        finding = outcome.finding
-        return finding is None or finding.kind == MASK, finding is None, sorted(outcome.layout.values())
-
-    return sorted(outcomes, key=order)
+    outcomes.sort(key=lambda o: (o.finding is None, sorted(o.layout.values())))
+    return sorted(outcomes, key=lambda o: o.finding is None or o.finding.kind == MASK)
 
 
 def audit_layout(
@@ -305,7 +301,6 @@ class World:
         return self.records()
 
     def records(self) -> Ranks:
-        """Records of the ranks by their coordinates."""
         coordinates = product(*map(range, self.layout.values()))
         return {at: Record.of_bytes(self._result(rank)) for rank, at in enumerate(coordinates)}
 

@@ -83,7 +83,6 @@ def part_count(split: Split, parts: Iterable[Coordinates]) -> int:
 
 
 def part_number(rank: Coordinates, split: Split, parts: Iterable[Coordinates]) -> int:
-    """Index of a rank's part along the axis of a split."""
     axis = SPLIT_AXES.index(split.axis)
     return rank[axis] * part_count(split, parts) // (1 + max(coords[axis] for coords in parts))
 
@@ -109,7 +108,6 @@ def are_copies(parts: Parts, axis: str) -> bool:
 
 
 def fill(full: Tensor, parts: Parts, placement: Placement) -> None:
-    """Write parts into the full tensor."""
     numbers = torch.arange(full.numel()).view(full.shape)
     for rank, part in parts.items():
         full.view(-1)[region(numbers, placement, rank, parts).flatten()] = part.flatten()
@@ -176,12 +174,8 @@ def match_at(placement: Placement, parts: Parts, full: Tensor) -> Match:
         if sharding == "sum" or (isinstance(sharding, Split) and sharding.is_sum):
             summed = add_over(summed, axis, sharding)
     pairs = {rank: (part, region(full, placement, rank, parts)) for rank, part in summed.items()}
-    split = [
-        sharding if isinstance(sharding, Split) else Split(0, axis)
-        for axis, sharding in placement.items()
-        if sharding != "copy"
-    ]
-    regions = {rank: tuple(part_number(rank, sharding, parts) for sharding in split) for rank in pairs}
+    splits = [x if isinstance(x, Split) else Split(0, axis) for axis, x in placement.items() if x != "copy"]
+    regions = {rank: tuple(part_number(rank, split, parts) for split in splits) for rank in pairs}
     return Match(pairs, regions, placement)
 
 

@@ -137,7 +137,6 @@ def is_close(part: Tensor, expected: Tensor, location: Location) -> bool:
 
 
 def _factor_pattern(comparison: Comparison, locations: Sequence[Location]) -> Pattern | None:
-    """The pattern of the factors of addends."""
     factors = factors_of(comparison, locations, of_micro=True)
     factors = factors or factors_of(comparison, locations, of_micro=False)
     if not factors:

@@ -172,7 +172,7 @@ class Record:
             tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
         splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
         offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
-        causes = [Cause(*cause) for cause in facts.pop("causes", ())]
+        causes = [Cause(*cause) for cause in facts.pop("causes")]
         return cls(tensors, splits, offsets, causes=causes, **facts)
 
 
@@ -239,8 +239,7 @@ class Recorder(TorchDispatchMode):
         """Load full weights of one process."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                target.copy_(weights[name])
+                local_part(parameter).copy_(weights[name])
 
     def run_step(self, *, has_update: bool = True) -> None:
         self.calls.clear()
@@ -339,10 +338,8 @@ class Recorder(TorchDispatchMode):
 
     def _store_copy(self, key: Key, tensor: Tensor | float) -> None:
         """Record a copy, without tracing its operations."""
-        run_operation, self.run_operation = (
-            self.run_operation,
-            lambda func, args, kwargs: func(*args, **kwargs),
-        )
+        run_operation = self.run_operation
+        self.run_operation = lambda func, args, kwargs: func(*args, **kwargs)
         self.record.tensors[key] = local_copy(torch.as_tensor(tensor))
         self.run_operation = run_operation
 
@@ -357,7 +354,7 @@ class Recorder(TorchDispatchMode):
             self._record("gradient", name, full_tensor(grad))
             self._record(SQUARE, name, local_copy(grad).double().square().sum())
             if (update := self.updates.get((self.step, name))) is not None:
-                (grad.to_local() if isinstance(grad, DTensor) else grad).copy_(update)
+                local_part(grad).copy_(update)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -403,10 +400,12 @@ def leaves_of(tree: Any) -> Iterator[Any]:
         yield from leaves_of([getattr(leaf, f.name) for f in fields(leaf)]) if is_object else (leaf,)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_copy(tensor: Tensor) -> Tensor:
-    """Copy of this rank's part on the CPU."""
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone().cpu()
+    return local_part(tensor.detach()).clone().cpu()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -415,6 +414,4 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of the bits of this rank's part."""
-    bits = local_copy(tensor).reshape(-1).view(torch.uint8)
-    return digest_bytes(bits.numpy().tobytes())
+    return digest_bytes(local_copy(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -136,17 +136,14 @@ def _explain_layer(
     recorder: Recorder, state: State, comparison: Comparison, location: Location
 ) -> Cause | None:
     """The cause of a stage's layer that computes the function of a layer with another number."""
-    modules = {
-        recorder.reference_name(name): module for name, module in recorder.subject.module.named_modules()
-    }
+    named_modules = recorder.subject.module.named_modules()
+    modules = {recorder.reference_name(name): module for name, module in named_modules}
     wrong = {p.key.name: p for p in comparison.wrong_locations if p.key[:2] == location.key[:2]}
     for name, other_name in product(wrong, modules):
-        (parent_name, _, number), (other_parent, _, other_number) = (
-            name.rpartition("."),
-            other_name.rpartition("."),
-        )
+        parent, _, number = name.rpartition(".")
+        other_parent, _, other_number = other_name.rpartition(".")
         is_outer = f"{location.key.name}.".startswith(f"{name}.") and number.isdigit()
-        if not (is_outer and other_number.isdigit() and parent_name == other_parent and name != other_name):
+        if not (is_outer and other_number.isdigit() and parent == other_parent and name != other_name):
             continue
         forward = partial(_as_layer, modules[other_name])
         hook = modules[name].register_forward_hook(forward, prepend=True, with_kwargs=True)
@@ -154,11 +151,10 @@ def _explain_layer(
             state.restore()
             trace(recorder, wrong[name], {})
             outputs = torch.cat([x for k, x in recorder.record.tensors.items() if k.kind == "output"])
-            ranks = (r for rank, r in comparison.ranks.items() if rank[0] == wrong[name].stage)
-            rows = (record.tensors[wrong[name].key].flatten(1).double() for record in ranks)
-            distances = [
-                torch.cdist(x, outputs.flatten(1).double(), p=torch.inf).amin(1).amax() for x in rows
-            ]
+            outputs = outputs.flatten(1).double()
+            records = [r for rank, r in comparison.ranks.items() if rank[0] == wrong[name].stage]
+            rows = (record.tensors[wrong[name].key].flatten(1).double() for record in records)
+            distances = [torch.cdist(x, outputs, p=torch.inf).amin(1).amax() for x in rows]
             if max(map(float, distances)) <= FIT * magnitude(outputs):
                 reason = f"{name} computes what {other_name} does: look at the numbers of layers on stages"
                 return Cause("another layer's function", reason, name)
@@ -185,9 +181,8 @@ def _is_predicted(
     bound = max(FIT * size, min(10 * location.limit * size, MARGIN * location.match.error))
     if other_runs:
         for placement in operations.placements(parts, full, ()):
-            pairs = {
-                rank: (part, region(runs[rank][key], placement, rank, parts)) for rank, part in parts.items()
-            }
+            regions = {rank: region(runs[rank][key], placement, rank, parts) for rank in parts}
+            pairs = {rank: (part, regions[rank]) for rank, part in parts.items()}
             is_scaled = key.kind == "backward" and comparison.replicas * comparison.layout["pp"] > 1
             pairs = unscaled(pairs) if is_scaled else pairs
             if all(difference(*pair) <= bound for pair in pairs.values()):

@@ -149,7 +149,7 @@ class Tracer:
         numbers = torch.tensor([x for x in args if isinstance(x, int | float)], dtype=torch.float64)
         if self.patches is None:
             self.tensors[key] = numbers
-        value = None if self.patches is None else self.patches.get(key)
+        value = (self.patches or {}).get(key)
         if value is None or value.shape != numbers.shape:
             return args
         patched = iter(value.tolist())
@@ -157,12 +157,9 @@ class Tracer:
 
     def _record_result(self, key: Key, x: Tensor, is_mutable: bool) -> Tensor:
         """The result, or its replacement."""
-        if self.patches is None:
-            if len(self.tensors) < MOST_OPERATIONS:
-                self.tensors[key] = x.detach().clone()
-            self._register(x, key)
-            return x
-        value = self.patches.get(key)
+        value = (self.patches or {}).get(key)
+        if self.patches is None and len(self.tensors) < MOST_OPERATIONS:
+            self.tensors[key] = x.detach().clone()
         if value is not None and value.shape == x.shape:
             x = x.copy_(value) if is_mutable else value.to(x.dtype).clone()
         self._register(x, key)
@@ -208,7 +205,6 @@ def _file_of(path: str) -> tuple[str, bool]:
 
 
 def advance(recorder: Recorder, step: int) -> None:
-    """Run the steps before `step`."""
     for recorder.step in range(step):
         recorder.run_step()
     recorder.step = step
@@ -234,7 +230,6 @@ def trace(recorder: Recorder, location: Location, patches: Mapping[Key, Tensor] 
 
 
 def trace_rank(recorder: Recorder, location: Location) -> None:
-    """Record the operations of a rank."""
     advance(recorder, location.key.step)
     trace(recorder, location)
 
