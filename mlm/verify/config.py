@@ -58,7 +58,7 @@ class VerifyResumeConfig(PretrainConfig):
     def training_run(self, out: str, last_step: int) -> PretrainConfig:
         """A run of `mlm pretrain` up to `last_step` in the folder `out`, saved every k steps.
 
-        Learning rates are those of the full run.
+        It has the learning rates of the full run.
         """
         run, steps = comparable(self), self.train.steps
         common = {f.name: getattr(run, f.name) for f in fields(PretrainConfig)}

@@ -184,7 +184,7 @@ def stopped(*_: object) -> list[object]:
 
 def audited_until_stopped(_: ParallelContext, config: AuditConfig) -> list[Outcome] | UserError:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "places_to_trace", stopped)
+        patch.setattr(host, "locations_to_trace", stopped)
         return audited(_, config)
 
 

@@ -1,4 +1,4 @@
-"""Matching of module calls on ranks with those of one process, by their samples.
+"""Matching of module calls on ranks with calls on one process, by their samples.
 
 A layout runs other micro-batches than one process: other numbers, samples and orders, and passes that do not
 belong to the step, such as the one in which PipelineStage infers shapes.
@@ -246,14 +246,13 @@ def samples_of(reference: Calls, parts: RankCalls, layout: Layout) -> Samples | 
             for placement in placements(prototypes, full, sizes, blocks=blocks, sums=("cp", "tp")):
                 axes = (axis for axis, sharding in placement.items() if sharding == "sum")
                 summed, ids = reduce(add_over, axes, rows), dict[Coordinates, dict[int, list[int]]]()
-                for rank, x in summed.items():
-                    nearest = nearest_rows(x, region(full, placement, rank, prototypes))
+                for rank in parts:
+                    nearest = nearest_rows(summed[rank], region(full, placement, rank, prototypes))
                     ids[rank] = match_micro_batches(nearest, dim, parts[rank], len(full))
                 replicas = {rank[0]: calls for rank, calls in ids.items()}
                 all_ids = [i for calls in replicas.values() for i in chain.from_iterable(calls.values())]
-                if sorted(all_ids) == [*range(len(full))] and all(
-                    ids[rank] == replicas[rank[0]] for rank in ids
-                ):
+                is_complete = sorted(all_ids) == [*range(len(full))]
+                if is_complete and all(ids[rank] == replicas[rank[0]] for rank in ids):
                     return Samples(dim, ids)
     return None
 

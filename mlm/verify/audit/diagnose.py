@@ -18,7 +18,7 @@ from mlm.verify.audit.record import KINDS, Cause, Split
 MOST_NAMES = 4
 MASK = "dropout mask"
 """Kind of a finding in dropout masks alone."""
-NEITHER = "it is no sum, mean, multiple or order of what ranks have"
+UNEXPLAINED = "it is no sum, mean, multiple or order of what ranks have"
 """Note on a difference that no hypothesis reproduces."""
 
 
@@ -42,7 +42,7 @@ class Finding:
     @property
     def is_explained(self) -> bool:
         """True if a hypothesis reproduces the wrong numbers."""
-        return NEITHER not in self.sentence
+        return UNEXPLAINED not in self.sentence
 
     def with_note(self, note: str) -> "Finding":
         return replace(self, sentence=f"{self.sentence}; {note}")
@@ -198,7 +198,7 @@ def _explain_activation(comparison: Comparison, location: Location, _: Sequence[
         names = [f"{axis} rank {min(n)}" for axis, n in coordinates.items() if len(n) == 1]
         cause_name, ranks = "depends on the rank", " ".join(names) or "some ranks"
     stage = f" of stage {location.stage}" if comparison.layout["pp"] > 1 else ""
-    return Cause(cause_name, f"{name} before it is right, it is wrong on {ranks}{stage}; {NEITHER}")
+    return Cause(cause_name, f"{name} before it is right, it is wrong on {ranks}{stage}; {UNEXPLAINED}")
 
 
 def _explain_all_gradients(comparison: Comparison, step: int) -> Cause | None:
@@ -248,14 +248,14 @@ def _explain_loss(comparison: Comparison, location: Location, _: Sequence[Locati
         cause = Cause("reported loss", "all gradients are right: only what is reported is not")
     scalars = [x for x in comparison.of_kind(location.key.step, "scalar") if x.is_wrong]
     suffix = f" but a scalar of {_joined_names(scalars)}" if scalars else ""
-    unknown = Cause("loss", f"no output that is compared is wrong{suffix}; {NEITHER}")
+    unknown = Cause("loss", f"no output that is compared is wrong{suffix}; {UNEXPLAINED}")
     return _with_values(location, cause or unknown)
 
 
 def _explain_scalar(comparison: Comparison, location: Location, _: Sequence[Location]) -> Cause:
     cause = comparison.sample_causes.get(location.key.step) or comparison.operation_cause
     cause = cause or _explain_factor(comparison, location)
-    return _with_values(location, cause or Cause("scalar", f"all outputs are right; {NEITHER}"))
+    return _with_values(location, cause or Cause("scalar", f"all outputs are right; {UNEXPLAINED}"))
 
 
 def _explain_factor(comparison: Comparison, location: Location) -> Cause | None:
@@ -275,7 +275,7 @@ def _explain_gradients(comparison: Comparison, location: Location, wrong: Sequen
     if cause := cause_of("gradient", pattern(comparison, wrong)):
         return cause
     if _has_outputs(comparison):
-        reason = f"inside the model gradients are right but for a scale; {NEITHER}"
+        reason = f"inside the model gradients are right but for a scale; {UNEXPLAINED}"
         return comparison.operation_cause or Cause("wrong reduction", reason)
     # the place is between a right and a wrong gradient: backward begins at the end of the model
     same_kind = [x for x in comparison.of_kind(*location.key[:2]) if x.match.pairs]
@@ -294,7 +294,7 @@ def _explain_gradients(comparison: Comparison, location: Location, wrong: Sequen
 
 def _explain_norm(comparison: Comparison, location: Location, _: Sequence[Location]) -> Cause:
     cause = explain_norm(comparison, location)
-    return _with_values(location, cause or Cause("norm", f"the gradients are right; {NEITHER}"))
+    return _with_values(location, cause or Cause("norm", f"the gradients are right; {UNEXPLAINED}"))
 
 
 def _explain_clipped(_: Comparison, __: Location, wrong: Sequence[Location]) -> Cause:
@@ -304,7 +304,7 @@ def _explain_clipped(_: Comparison, __: Location, wrong: Sequence[Location]) -> 
         for rank, (part, expected) in location.match.pairs.items():
             scale = scales.setdefault((location.stage, *rank), scale_of(part, expected))
             if not is_close(part, scale * expected, location):
-                return Cause("clipping", f"the norm is right, the clipped gradients are not; {NEITHER}")
+                return Cause("clipping", f"the norm is right, the clipped gradients are not; {UNEXPLAINED}")
     factors = ", ".join(dict.fromkeys(f"{scale:.6g}" for scale in scales.values()))
     reason = f"the norm that clip returns is right, gradients of ranks are {factors} times what it makes them"
     return Cause("clipped by another norm", reason)
@@ -312,7 +312,9 @@ def _explain_clipped(_: Comparison, __: Location, wrong: Sequence[Location]) -> 
 
 def _explain_weights(comparison: Comparison, location: Location, wrong: Sequence[Location]) -> Cause:
     cause = explain_update(comparison, wrong)
-    name, reason, _ = cause or comparison.operation_cause or Cause("update depends on the layout", NEITHER)
+    name, reason, _ = (
+        cause or comparison.operation_cause or Cause("update depends on the layout", UNEXPLAINED)
+    )
     if axis := next(filter(None, map(unequal_copies_axis, wrong)), None):
         name, reason = "replicas drift", f"copies on {axis} ranks differ ({name}: {reason})"
     return Cause(name, f"the gradients are right, the update is not: {reason}")

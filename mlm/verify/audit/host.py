@@ -42,15 +42,15 @@ from mlm.verify.config import AuditConfig
 Build = Callable[..., AuditSubject]
 GRACE_S = 5.0
 """Seconds for other ranks to report after one has failed."""
-STUCK = 1.5
+STUCK_TIMEOUTS = 1.5
 """Ranks without progress for this many timeouts of a collective are stuck."""
 LOST_PEER = 75
 """Exit code of a rank that lost a peer or waited too long for it."""
 LACKS_FLOAT64 = 76
 """Exit code of a rank with an operation that has no float64."""
-NOISES = 3
+NOISY_RUNS = 3
 """Runs of one process that measure the rounding of narrow formats."""
-NOTE = 200
+PROGRESS_BYTES = 200
 """Bytes of a rank's progress."""
 TRACED = ("output", "scalar", "loss", "backward", "gradient", "weight")
 """Types of tensors whose operations are traced."""
@@ -168,7 +168,7 @@ def audit_layout(
                 f"the subject is not deterministic: {key.words} differs between two runs of one process; "
                 "draw its random numbers from torch's generator, which is seeded"
             )
-    seeds = range(1, NOISES + 1) if reference.formats else ()
+    seeds = range(1, NOISY_RUNS + 1) if reference.formats else ()
     worlds = [run(one_process, weights_of=source, seed=seed) for seed in seeds]
     noisy_records = [record for world in worlds for record in world.wait().values()]
     spreads = spreads_of(reference, noisy_records)
@@ -261,7 +261,7 @@ class World:
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # open as long as this object
         self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
-        """By rank: its progress in NOTE bytes, then its record or error."""
+        """By rank: its progress in PROGRESS_BYTES bytes, then its record or error."""
         self.pids: list[int] = []
         for rank in range(self.size):
             if (pid := os.fork()) == 0:
@@ -279,7 +279,7 @@ class World:
             with screen.status("", spinner="line") if screen.is_terminal else nullcontext() as progress:
                 while running and time.monotonic() < end:
                     last_report = max(os.fstat(file.fileno()).st_mtime for file in self.files)
-                    if time.time() - last_report > STUCK * self.config.timeout_s:
+                    if time.time() - last_report > STUCK_TIMEOUTS * self.config.timeout_s:
                         break
                     for rank, pid in list(running.items()):
                         has_ended, status = os.waitpid(pid, os.WNOHANG)
@@ -305,12 +305,12 @@ class World:
         return {at: Record.of_bytes(self._result(rank)) for rank, at in enumerate(coordinates)}
 
     def _progress(self, rank: int) -> str:
-        return os.pread(self.files[rank].fileno(), NOTE, 0).decode(errors="replace").rstrip(" \0")
+        return os.pread(self.files[rank].fileno(), PROGRESS_BYTES, 0).decode(errors="replace").rstrip(" \0")
 
     def _result(self, rank: int) -> bytes:
         """Record or error of a rank that has ended; else empty."""
         descriptor = self.files[rank].fileno()
-        return os.pread(descriptor, os.fstat(descriptor).st_size, NOTE)
+        return os.pread(descriptor, os.fstat(descriptor).st_size, PROGRESS_BYTES)
 
     def _failure_text(self, failed: Mapping[int, int]) -> str:
         """One line: a user's mistake, the rank that failed first, or what each rank waits for."""
@@ -340,7 +340,7 @@ class World:
         descriptor, code = self.files[rank].fileno(), 1
 
         def report(text: str) -> None:  # fast: runs before each collective
-            os.pwrite(descriptor, text.encode()[:NOTE].ljust(NOTE), 0)
+            os.pwrite(descriptor, text.encode()[:PROGRESS_BYTES].ljust(PROGRESS_BYTES), 0)
 
         try:
             die_with_parent(host)
@@ -357,7 +357,7 @@ class World:
             elif isinstance(error, RuntimeError) and "Double" in str(error):
                 code = LACKS_FLOAT64
         finally:
-            os.pwrite(descriptor, content, NOTE)
+            os.pwrite(descriptor, content, PROGRESS_BYTES)
             os._exit(code)  # skip destructors, which may wait for a peer
 
     def _record_rank(self, rank: int, report: Callable[[str], None]) -> Record:

@@ -1,6 +1,6 @@
 """Hypotheses on the operation that makes a tensor wrong, and their causes in words.
 
-A hypothesis replaces tensors of operations on one process by those of ranks; their relation to the expected
+A hypothesis replaces tensors of operations on one process by ranks' tensors; their relation to the expected
 tensors tells the cause.
 """
 
@@ -34,22 +34,22 @@ JOINED, SUM, PER_RANK = "joined", "sum", "per rank"
 """Modes of replacement: tensors joined from parts or copies, summed, or each rank's in a run of its own."""
 MASK = 1e3
 """Least size of a masking element such as -1e9 among scores, and least ratio to the others."""
-OUTSIDE = ("step", "forward", "loss", "the whole module")
+OUTER_PLACES = ("step", "forward", "loss", "the whole module")
 """Places of operations outside the parts of a model."""
-SHOWN = 4
+MOST_SHOWN = 4
 """Largest number of elements in a report."""
-STATISTICS = ("mean", "var", "std", "sum", "norm", "amax", "amin", "softmax", "topk", "sort", "bincount")
+REDUCE_OPS = ("mean", "var", "std", "sum", "norm", "amax", "amin", "softmax", "topk", "sort", "bincount")
 """Words in names of operations that reduce or rank elements."""
-COUNTS = ("sum", "mean", "bincount", "histc")
+COUNT_OPS = ("sum", "mean", "bincount", "histc")
 """Operations whose integral results are not indices."""
-MOVES = (
+MOVE_OPS = (
     *("view", "split", "chunk", "cat", "slice", "select", "index", "gather", "unbind", "clone", "permute"),
     *("squeeze", "expand", "transpose", "embedding"),
 )
 """Words in names of operations that only move elements."""
-DRAWS = ("rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout")
+RANDOM_OPS = ("rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout")
 """Words in names of operations that draw random numbers."""
-WORDS = {
+ADVICE = {
     "other indices": "labels, positions or other indices are not those of this rank's part of the whole",
     "other rows": "rows are not those of this rank's part; look at q, k, v or gate, up, at heads and offsets",
     "other positions": "positions or indices are not those of this rank's part of the whole",
@@ -163,23 +163,23 @@ class Operations:
         keys = (key._replace(kind=kind, item=item) for item in range(20))
         return [k for k in keys if k in self.reference]
 
-    def _operations_to_end(self) -> set[tuple[object, ...]]:
+    def _calls_to_end(self) -> set[tuple[object, ...]]:
         """Operations from whose results a path of wrong tensors leads to the end."""
         readers: dict[Key, list[Key]] = {}
         for read_key, source in self.sources.items():
             readers.setdefault(source, []).append(read_key)
-        followed: set[tuple[object, ...]] = set()
+        wrong_calls: set[tuple[object, ...]] = set()
         results = [k for k in self.reference if k.kind == RESULT]
-        calls = {_operation_of(k) for k in results if "_like" not in k.name}  # those read a shape alone
+        calls = {_call_of(k) for k in results if "_like" not in k.name}  # those read a shape alone
         ends = [x for k, x in self.reference.items() if k.kind in KINDS]
         for key in reversed(results):
             if self.status(key).word not in ("right", "addends"):
-                call = _operation_of(key)
-                next_calls = ({_operation_of(k) for k in readers.get(key, ())} & calls) - {call}
+                call = _call_of(key)
+                next_calls = ({_call_of(k) for k in readers.get(key, ())} & calls) - {call}
                 is_end = any(torch.equal(self.reference[key], x) for x in ends)
-                if not next_calls or next_calls & followed or is_end:
-                    followed.add(call)
-        return followed
+                if not next_calls or next_calls & wrong_calls or is_end:
+                    wrong_calls.add(call)
+        return wrong_calls
 
     def hypotheses(self, target: Key) -> Iterator[Hypothesis]:
         """Tensors of ranks that differ from one process's, in the order of computation.
@@ -188,7 +188,7 @@ class Operations:
         """
         visited, differs_by_rank = set[Operand](), False
         rank_names, read_names, number_names = list[Operand](), list[Operand](), list[Operand]()
-        followed, keys = self._operations_to_end(), [*self.reference]
+        wrong_calls, keys = self._calls_to_end(), [*self.reference]
         is_shared = target.kind in ("loss", "scalar") and self.comparison.replicas > 1
         if target.kind in ("output", "scalar", "loss"):  # outputs of other modules are right, or come after
             keys.sort(key=lambda key: not _is_near(key.name.split("|")[0], target.name))
@@ -197,7 +197,7 @@ class Operations:
             name = _name_of(key)
             if name in visited or key.kind not in (READ, RESULT, NUMBERS):
                 continue
-            if followed and _operation_of(key) not in followed:
+            if wrong_calls and _call_of(key) not in wrong_calls:
                 continue
             if key.kind == NUMBERS:
                 words = {self.status(other).word for other in self.keys_of(key, RESULT)}
@@ -250,7 +250,7 @@ class Operations:
         return {k: x for k, x in values if x is not None}
 
     def _value(self, parts: Parts, full: Tensor, mode: str, rank: Coordinates) -> Tensor | None:
-        """A tensor of the reference's shape from those of ranks; None if no placement fits."""
+        """A tensor of the reference's shape from ranks' parts; None if no placement fits."""
         if mode == PER_RANK:
             return parts.get(rank)
         for placement in self.placements(parts, full, ("cp", "tp") if mode == SUM else ()) if parts else ():
@@ -302,7 +302,7 @@ class Operations:
             return Cause(cause.name, f"{subject}: {cause.reason}", module if word == "addends" else "")
         name = name or "wrong communication"
         subject += ": it is the first that is wrong, and gives the wrong numbers"
-        return Cause(name, f"{subject}; {WORDS[name]}{self._examples(match)}")
+        return Cause(name, f"{subject}; {ADVICE[name]}{self._examples(match)}")
 
     def _explain_count(self, key: Key) -> Cause | None:
         """The cause of a number counted over a rank's samples, equal in all its calls."""
@@ -341,7 +341,7 @@ class Operations:
         full = self.reference[key]
         if full.dtype is torch.bool:
             return "mask"
-        if key.kind == RESULT and key.name.split("|")[-1] in COUNTS:
+        if key.kind == RESULT and key.name.split("|")[-1] in COUNT_OPS:
             return ""
         is_integral = bool((full.double() == full.double().round()).all())
         return "other positions" if is_integral and bool((full != full.flatten()[0]).any()) else ""
@@ -351,7 +351,7 @@ class Operations:
         assert best is not None
         if self._is_drawn(key):
             name = "random numbers"
-            return Cause(name, f"{_result_text(key)}: {WORDS[name]}{self._examples(best)}")
+            return Cause(name, f"{_result_text(key)}: {ADVICE[name]}{self._examples(best)}")
         if local_cause := self._explain_local_result(key):
             return local_cause
         reads = {k: self.status(k).word for k in self.keys_of(key, READ)}
@@ -376,17 +376,17 @@ class Operations:
             return self._explain_read(wrong[0])
         elif not name and others:
             subject, name = f"{_result_text(key)} gives the wrong numbers", "several operations"
-        elif not name and any(word in operation for word in STATISTICS):
+        elif not name and any(word in operation for word in REDUCE_OPS):
             name = "local statistics"
-        elif not name and any(word in operation for word in MOVES):
+        elif not name and any(word in operation for word in MOVE_OPS):
             name = "other rows"
         name = name or "depends on the layout"
         suffix = self._examples(best) if mode == JOINED and name != "mask" else ""
-        return Cause(name, f"{subject}: {WORDS[name]}{suffix}")
+        return Cause(name, f"{subject}: {ADVICE[name]}{suffix}")
 
     def _is_drawn(self, key: Key) -> bool:
         """True if an operation draws random numbers, or reads nothing else."""
-        if any(word in key.name.split("|")[-1] for word in DRAWS):
+        if any(word in key.name.split("|")[-1] for word in RANDOM_OPS):
             return True
         reads = self.keys_of(key, READ)
         return bool(reads) and all(k in self.sources and self._is_drawn(self.sources[k]) for k in reads)
@@ -408,7 +408,7 @@ class Operations:
                     pending.append(source)
         # prefer operations on tensors: indices without inputs follow from the part that is taken
         part_origins = [k for k in origins.values() if self.keys_of(k, READ)] or [*origins.values()]
-        are_statistics = all(any(word in k.name.split("|")[-1] for word in STATISTICS) for k in part_origins)
+        are_statistics = all(any(word in k.name.split("|")[-1] for word in REDUCE_OPS) for k in part_origins)
         if key in part_origins or any(map(self.other_numbers, part_origins)):
             return None
         if len(part_origins) > 1 and not are_statistics:
@@ -459,7 +459,7 @@ class Operations:
         """The first elements that differ: ` (4, 5 … in place of 12, 13 …)`."""
         pair = max(best.pairs.values(), key=lambda pair: difference(*pair))
         errors = (pair[0].double() - pair[1].double()).abs().flatten()
-        indices = [int(n) for n in errors.gt(FIT * magnitude(errors)).nonzero()[:SHOWN, 0]]
+        indices = [int(n) for n in errors.gt(FIT * magnitude(errors)).nonzero()[:MOST_SHOWN, 0]]
         actual, expected = (", ".join(f"{float(x.flatten()[n]):.4g}" for n in indices) for x in pair)
         return f" ({actual} … in place of {expected} …)"
 
@@ -468,7 +468,7 @@ def _is_near(module: str, target: str) -> bool:
     """True for the target's parent, modules around it and in it, and places outside modules."""
     parent = target.rpartition(".")[0] or target
     inner, outer = f"{module}.".startswith(f"{parent}."), f"{parent}.".startswith(f"{module}.")
-    return module in OUTSIDE or inner or outer
+    return module in OUTER_PLACES or inner or outer
 
 
 def _unmasked_size(x: Tensor) -> float:
@@ -484,7 +484,7 @@ def _name_of(key: Key) -> Operand:
     return key.kind, key.name, -1 if key.kind == RESULT else key.item
 
 
-def _operation_of(key: Key) -> tuple[object, ...]:
+def _call_of(key: Key) -> tuple[object, ...]:
     """Name of the operation call of a key."""
     return key.name, key.call, key.micro
 

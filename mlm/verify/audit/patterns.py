@@ -1,8 +1,8 @@
 """Patterns of wrong tensors: the formula from expected to actual values, and its cause in words.
 
 Most are linear: actual and expected values are sums of the same addends with other factors. Addends of a
-reduced gradient are recorded before any reduction, for each rank and micro-batch; those of other tensors are
-the ranks' parts.
+reduced gradient are recorded before any reduction, for each rank and micro-batch; addends of other tensors
+are the ranks' parts.
 """
 
 import math

@@ -27,7 +27,7 @@ PHASES = ("step", "forward", "loss", "backward")
 """Places of operations outside modules."""
 MOST_STEPS = 40
 """Limit of the search in processor time, in traced steps of one process."""
-MARGIN = 0.1
+PREDICTION_ERROR = 0.1
 """Error of a prediction as a fraction of the difference that it explains."""
 
 
@@ -55,7 +55,7 @@ def find_operation(recorder: Recorder, comparison: Comparison, location: Locatio
         if not joined or not all(wrong & {*tensors} for tensors in joined.values()):
             return
     operations = Operations(comparison, reference, sources, joined, traced)
-    # the right tensor must not pass for the wrong one, as a loss between those of replicas would
+    # the right tensor must not pass for the wrong one, as a loss between replicas' losses would
     undecidable = {
         mode
         for mode, runs in ((JOINED, [*joined][:1]), (PER_RANK, [*joined]))
@@ -178,7 +178,7 @@ def _is_predicted(
     sizes = (other.unit for other in comparison.locations if other.key == key)
     size = next(sizes) if key.kind == "weight" else magnitude(full)
     # also much nearer than one process's own tensor
-    bound = max(FIT * size, min(10 * location.limit * size, MARGIN * location.match.error))
+    bound = max(FIT * size, min(10 * location.limit * size, PREDICTION_ERROR * location.match.error))
     if other_runs:
         for placement in operations.placements(parts, full, ()):
             regions = {rank: region(runs[rank][key], placement, rank, parts) for rank in parts}
