@@ -147,7 +147,7 @@ class Trial:
         """Report each of these steps that is not there or not whole."""
         present = checkpoints(self.out / CHECKPOINTS)
         for step in steps:
-            if step not in present or not verify_checkpoint(present[step]).whole:
+            if step not in present or not verify_checkpoint(present[step]).is_intact:
                 self.found.append(f"lost: step {step}")
 
     def check(self, promised: Iterable[int] | None = None, naming: str = "") -> None:
@@ -158,14 +158,14 @@ class Trial:
             promised = range(max(newest - KEEP + 1, self.oldest), newest + 1)
         self.must_hold(promised or ())
         for step, path in checkpoints(folder).items():
-            if verify_checkpoint(path).whole and content(path) != self.contents.get(step):
+            if verify_checkpoint(path).is_intact and content(path) != self.contents.get(step):
                 self.found.append(f"silent: step {step} passes for whole and holds something else")
         job = self.pretrain()
         if code := job.wait():
             self.found.append(
                 f"other: the run does not continue: exit code {code}: {job.log.read_text()[-300:]}"
             )
-        elif (final := checkpoints(folder).get(STEPS)) is None or not verify_checkpoint(final).whole:
+        elif (final := checkpoints(folder).get(STEPS)) is None or not verify_checkpoint(final).is_intact:
             self.found.append("lost: the last checkpoint")
         elif content(final) != self.contents[STEPS]:
             self.found.append("silent: training ended with other weights")

@@ -1,4 +1,4 @@
-"""The parameters of a model as checkpoints see them: whole shapes, and how layouts split them."""
+"""The parameters of a model as checkpoints store them: full shapes, and their split over layouts."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 
 def parameters(model: ModelConfig) -> dict[str, TensorEntry]:
-    """Return every parameter: name (layers.0.mlp.up.weight) -> whole shape without padding, float32."""
+    """Return every parameter: name (layers.0.mlp.up.weight) -> full shape without padding, float32."""
     return {
         shard.name: TensorEntry(shard.global_shape, torch.float32, split_of(shard, model.vocab_multiple))
         for shard in parameter_shards(build_on_meta(model), Axis("tp"))
@@ -29,7 +29,7 @@ def split_of(shard: ParameterShard, vocab_multiple: int) -> TensorSplit:
 
 
 def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, TensorShard]:
-    """Parameters under their checkpoint names; views of the live tensors, padding left out.
+    """Return parameters under their checkpoint names: views of the live tensors without padding.
 
     `vocab_multiple` is model.vocab_multiple; loading does not need it.
     """
@@ -37,5 +37,5 @@ def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> d
 
 
 def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
-    """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
+    """Return the shard of a tensor that is split like a parameter (itself, a moment)."""
     return TensorShard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))

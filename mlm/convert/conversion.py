@@ -156,7 +156,7 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
         for name, entry in compared.items():
             # Rows of tables are read as they are stored; a tensor of a layer may be put together of several.
             is_in_layer = name.startswith("layers.")
-            for region in [Region.whole(entry.shape)] if is_in_layer else row_blocks(entry.shape, 4):
+            for region in [Region.full(entry.shape)] if is_in_layer else row_blocks(entry.shape, 4):
                 if not torch.equal(source.read(name, region).to(dtype), target.read(name, region).to(dtype)):
                     raise CheckFailedError(f"{name} differs from {source.path} after the conversion")
                 advance(region.volume * 4)

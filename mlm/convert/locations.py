@@ -168,11 +168,11 @@ class Location:
             for number, part in enumerate(target, start=region.offset[0]):
                 ones = [Region((number, *(0 for _ in stored[1:])), (1, *stored[1:])) for stored in shapes]
                 full = self.to_ours([load(name, one) for name, one in zip(self.names, ones, strict=True)])[0]
-                part.copy_(full[inner.within(Region.whole(full.shape))])
+                part.copy_(full[inner.within(Region.full(full.shape))])
             return target
         if not self.stacked:
-            full = self.to_ours([load(name, Region.whole(shapes[0])) for name in self.names])
-            return full[region.within(Region.whole(shape))]
+            full = self.to_ours([load(name, Region.full(shapes[0])) for name in self.names])
+            return full[region.within(Region.full(shape))]
         target, depth = torch.empty(region.size), len(self.stacked)
         inner = Region(region.offset[depth:], region.size[depth:])
         for index, name in zip(self.indices, self.names, strict=True):
@@ -200,11 +200,11 @@ class ForeignTensor(NamedTuple):
             region = Region((*index, *(0 for _ in self.shape)), (*(1 for _ in index), *self.shape))
             return read(ours, region).view(self.shape)
         if location.section is None:
-            return location.to_theirs(read(ours, Region.whole(shape)))[self.part]
+            return location.to_theirs(read(ours, Region.full(shape)))[self.part]
         target = torch.empty(self.shape)
         for ours, shape, location in self.sources:
             rows = location.section_of(target)
-            rows.copy_(location.to_theirs(read(ours, Region.whole(shape)))[0].view_as(rows))
+            rows.copy_(location.to_theirs(read(ours, Region.full(shape)))[0].view_as(rows))
         return target
 
 

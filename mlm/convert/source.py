@@ -139,8 +139,8 @@ class Source(ABC):
     def read(self, name: str, region: Region) -> Tensor:
         """Return elements of a parameter, float32 on the CPU, with what adapters add to them."""
 
-    def whole(self, name: str) -> Tensor:
-        return self.read(name, Region.whole(self.parameters[name].shape))
+    def read_full(self, name: str) -> Tensor:
+        return self.read(name, Region.full(self.parameters[name].shape))
 
     @abstractmethod
     def digests(self) -> dict[str, str]:
@@ -381,12 +381,12 @@ class Checkpoint(Source):
         change = self._change_of(name)
         if name in self.quantized:
             slices = tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))
-            value = rounded(self.base.whole(name), DTYPES[self.config.precision.dtype])[slices]
+            value = rounded(self.base.read_full(name), DTYPES[self.config.precision.dtype])[slices]
         else:
             value = self.base.read(name, region)
         if change is None:
             return value
-        return change.apply_to(value, region.within(Region.whole(region.size)), Axis("tp"))
+        return change.apply_to(value, region.within(Region.full(region.size)), Axis("tp"))
 
     @cached_property
     def quantized(self) -> frozenset[str]:
@@ -411,7 +411,7 @@ class Checkpoint(Source):
         self._check_base(self.base.digest)
         model, lora, names = self.model, self.config.lora, layer_names(self.model)
         shards = [shard for shard, _ in adapter_shards(model, lora, names)]
-        stored = {s.name: self._read_stored(s.name, Region.whole(s.global_shape)) for s in shards}
+        stored = {s.name: self._read_stored(s.name, Region.full(s.global_shape)) for s in shards}
         return merged_changes(model, lora, names, stored)
 
     def digests(self) -> dict[str, str]:

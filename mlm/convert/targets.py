@@ -74,7 +74,7 @@ def write_native(
     def read(name: str, region: Region) -> Tensor:
         name = name.removeprefix("model.")
         if name in initial:
-            return initial[name][region.within(Region.whole(initial[name].shape))]
+            return initial[name][region.within(Region.full(initial[name].shape))]
         return source.read(name, region)
 
     return write_run(

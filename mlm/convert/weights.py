@@ -88,7 +88,7 @@ def _fill(
     adapters = {
         shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora, names)
     }
-    wanted = {f"model.{name}": TensorShard.whole(x) for name, x in adapters.items()}
+    wanted = {f"model.{name}": TensorShard.full(x) for name, x in adapters.items()}
     manifest = load(wanted | model_shards([s for s in shards if f"model.{s.name}" in stored]))
     for name in source.quantized:
         if (shard := by_name.get(name)) is not None:

@@ -86,7 +86,7 @@ class RunAncestry:
         return tuple(change for change in self.changes if change["step"] == step)
 
     def after(self, save: Save) -> "RunAncestry":
-        return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
+        return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.next_ancestors(save)))
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:

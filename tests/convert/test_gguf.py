@@ -282,16 +282,16 @@ def test_tensors_are_those_of_the_model(folder: Path, tmp_path: Path, kind: str)
     reader = GGUFReader(export(folder, kind, tmp_path / "model.gguf"))
     stored = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
-    whole = open_checkpoint(str(folder / "run")).whole
-    up = whole("layers.1.mlp.up.weight").unflatten(0, (-1, 2, 12))
+    full = open_checkpoint(str(folder / "run")).read_full
+    up = full("layers.1.mlp.up.weight").unflatten(0, (-1, 2, 12))
     want = {
-        "token_embd.weight": whole("token.weight"),
-        "output.weight": whole("output.weight"),
+        "token_embd.weight": full("token.weight"),
+        "output.weight": full("output.weight"),
         "blk.1.ffn_gate.weight": up[:, 0].flatten(0, 1),
-        "blk.1.ffn_down.weight": whole("layers.1.mlp.down.weight"),
-        "blk.0.attn_norm.weight": whole("layers.0.attention_norm.weight"),
+        "blk.1.ffn_down.weight": full("layers.1.mlp.down.weight"),
+        "blk.0.attn_norm.weight": full("layers.0.attention_norm.weight"),
         # llama.cpp's converter: halves of a head become neighbours
-        "blk.0.attn_q.weight": whole("layers.0.attention.query.weight")
+        "blk.0.attn_q.weight": full("layers.0.attention.query.weight")
         .view(4, 2, 4, 32)
         .transpose(1, 2)
         .reshape(32, 32),

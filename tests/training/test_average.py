@@ -74,7 +74,7 @@ def stored(path: Path, prefix: str) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     with Reader(path, manifest) as reader:
         return {
-            name: reader.read(name, Region.whole(entry.shape))
+            name: reader.read(name, Region.full(entry.shape))
             for name, entry in manifest.tensors.items()
             if name.startswith(prefix)
         }

@@ -1,8 +1,7 @@
 """The chunks of a checkpoint's tensors in columns of numbers: stored, checked and searched by numpy.
 
 A checkpoint of many ranks has a million chunks. As Python objects they cost a minute per save; here each
-check is a few passes over the arrays of a tensor, and `Chunk` objects are made only of the chunks that are
-requested.
+check is a few passes over the arrays of a tensor, and `Chunk` objects are made only for requested chunks.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ class Chunks(Collection[Chunk]):
 
     @classmethod
     def of(cls, chunks: Collection[Chunk], dims: int) -> "Chunks":
-        """The columns of some chunks of a tensor of `dims` dims."""
+        """Return the columns of chunks of a tensor of `dims` dims."""
         if isinstance(chunks, Chunks):
             return chunks
         shape = len(chunks), dims
@@ -54,7 +53,7 @@ class Chunks(Collection[Chunk]):
         return len(self.file)
 
     def __contains__(self, chunk: object) -> bool:
-        return any(own == chunk for own in self)
+        return chunk in tuple(self)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks(np.arange(len(self)))
@@ -62,11 +61,11 @@ class Chunks(Collection[Chunk]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Collection) and tuple(self) == tuple(other)
 
-    def overlapping(self, wanted: Region) -> Iterator[Chunk]:
-        """The chunks that hold an element of `wanted`."""
-        low, count = (np.array(numbers, np.int64) for numbers in wanted)
-        hit = ((self.offset < low + count) & (self.offset + self.size > low)).all(1)
-        return self._chunks(np.flatnonzero(hit))
+    def overlapping(self, region: Region) -> Iterator[Chunk]:
+        """Yield the chunks that hold an element of `region`."""
+        low, count = (np.array(numbers, np.int64) for numbers in region)
+        overlaps = ((self.offset < low + count) & (self.offset + self.size > low)).all(1)
+        return self._chunks(np.flatnonzero(overlaps))
 
     def _chunks(self, rows: Ints) -> Iterator[Chunk]:
         columns = (self.file[rows].tolist(), self.offset[rows].tolist(), self.size[rows].tolist())
@@ -78,8 +77,8 @@ class Chunks(Collection[Chunk]):
 class Columns:
     """The chunks of many tensors, sorted by tensor: tensor and file [n], offset and size [n, dims].
 
-    `dims` is the largest of all tensors, at least 1; of the others, offset is 0 and size 1 beyond
-    their own. `shapes` are the tensors'.
+    `dims` is the largest number of dims of any tensor, at least 1; the further columns of other tensors hold
+    offset 0 and size 1. `shapes` are the tensors'.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -97,12 +96,12 @@ class Columns:
 
 
 def dims_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Columns of an offset: the most dims of the shapes, at least 1."""
+    """Return the columns of an offset: the largest number of dims, at least 1."""
     return max(1, *map(len, shapes)) if shapes else 1
 
 
 def padded(numbers: Ints, dims: int, fill: int) -> npt.NDArray[np.int64]:
-    """`numbers` [n, d] with `dims` columns."""
+    """Return `numbers` [n, d], widened by columns of `fill` to [n, dims]."""
     wide = np.full((len(numbers), dims), fill, np.int64)
     wide[:, : numbers.shape[1]] = numbers
     return wide
@@ -112,23 +111,25 @@ def columns_of(
     shapes: Sequence[tuple[int, ...]], chunks: Sequence[Collection[Chunk]], files: Sequence[str]
 ) -> Columns:
     """Return the chunks of each tensor in columns; `files` gives the order of files."""
-    dims, number_of = dims_of(shapes), {name: number for number, name in enumerate(files)}
-    none = np.zeros((0, dims), np.int64)
-    of_file, offsets, sizes = [np.zeros(0, np.int32)], [none], [none]
-    for shape, of_tensor in zip(shapes, chunks, strict=True):
-        rows = Chunks.of(of_tensor, len(shape))
-        of_file.append(np.array([number_of.get(name, -1) for name in rows.names], np.int32)[rows.file])
+    dims, file_number = dims_of(shapes), {name: number for number, name in enumerate(files)}
+    empty = np.zeros((0, dims), np.int64)
+    file_numbers, offsets, sizes = [np.zeros(0, np.int32)], [empty], [empty]
+    for shape, tensor_chunks in zip(shapes, chunks, strict=True):
+        rows = Chunks.of(tensor_chunks, len(shape))
+        file_numbers.append(np.array([file_number.get(name, -1) for name in rows.names], np.int32)[rows.file])
         offsets.append(padded(rows.offset, dims, 0))
         sizes.append(padded(rows.size, dims, 1))
-    tensor = np.repeat(np.arange(len(chunks), dtype=np.int32), [len(of_tensor) for of_tensor in chunks])
-    file = np.concatenate(of_file)
+    tensor = np.repeat(
+        np.arange(len(chunks), dtype=np.int32), [len(tensor_chunks) for tensor_chunks in chunks]
+    )
+    file = np.concatenate(file_numbers)
     order = np.lexsort((file, tensor))
     offset, size = (np.concatenate(parts)[order] for parts in (offsets, sizes))
     return Columns(shapes, tensor, file[order], offset, size)
 
 
 def encode_columns(columns: Columns) -> bytes:
-    """The columns, one after the other: tensor and file int32 [n], offset and size int64 [n, dims]."""
+    """Return the columns as bytes, one after the other: tensor and file int32, offset and size int64."""
     numbers = ((columns.tensor, "<i4"), (columns.file, "<i4"), (columns.offset, "<i8"), (columns.size, "<i8"))
     return b"".join(column.astype(kind, copy=False).tobytes() for column, kind in numbers)
 
@@ -139,18 +140,18 @@ def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], files: int
     Raises ValueError unless the chunks name tensors and files that exist, in ascending order, each once.
     """
     dims = dims_of(shapes)
-    count, rest = divmod(len(content), 8 + 16 * dims)
-    if rest:
+    count, remainder = divmod(len(content), 8 + 16 * dims)
+    if remainder:
         raise ValueError(f"{len(content)} bytes are no chunks of {dims} dims")
     tensor = np.frombuffer(content, "<i4", count)
     file = np.frombuffer(content, "<i4", count, 4 * count)
     offset = np.frombuffer(content, "<i8", count * dims, 8 * count).reshape(count, dims)
     size = np.frombuffer(content, "<i8", count * dims, 8 * count * (1 + dims)).reshape(count, dims)
-    for column, limit, what in ((tensor, len(shapes), "tensor"), (file, files, "file")):
+    for column, limit, noun in ((tensor, len(shapes), "tensor"), (file, files, "file")):
         if count and not (column.min() >= 0 and column.max() < limit):
-            raise ValueError(f"a chunk is of a {what} that is not listed")
-    beyond = np.arange(dims) >= np.array([len(shape) for shape in shapes], np.int64)[tensor, None]
-    if (offset[beyond] != 0).any() or (size[beyond] != 1).any():
+            raise ValueError(f"a chunk is of a {noun} that is not listed")
+    is_unused = np.arange(dims) >= np.array([len(shape) for shape in shapes], np.int64)[tensor, None]
+    if (offset[is_unused] != 0).any() or (size[is_unused] != 1).any():
         raise ValueError("a chunk has more dims than its tensor")
     key = tensor.astype(np.int64) * files + file
     if (np.diff(key) <= 0).any():
@@ -174,18 +175,18 @@ def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, 
 def first_tiling_problem(
     names: Iterable[str], shapes: Iterable[Shape], chunks: Iterable[Chunks]
 ) -> str | None:
-    """The first tensor that its chunks do not tile, and why; None when there is none."""
-    for name, shape, of_tensor in zip(names, shapes, chunks, strict=True):
-        if problem := tiling_problem(shape, of_tensor):
+    """Return the first tensor that its chunks do not tile, with the reason; None if all are tiled."""
+    for name, shape, tensor_chunks in zip(names, shapes, chunks, strict=True):
+        if problem := tiling_problem(shape, tensor_chunks):
             return f"{name}: {problem}"
     return None
 
 
 def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
-    """Why chunks do not hold each element of a tensor exactly once; None if they do.
+    """Return why chunks do not hold each element of a tensor exactly once; None if they do.
 
-    They do if they are inside, have as many elements as the tensor, and of all their corners those that occur
-    an odd number of times are the corners of the tensor: then each element is held an odd number of times.
+    Chunks tile a tensor if they lie inside it, have as many elements, and the corners that an odd number of
+    them share are the tensor's corners: then an odd number of chunks holds each element.
     """
     full, offset, size = np.array(shape, np.int64), chunks.offset, chunks.size
     inside = ((offset >= 0) & (size >= 1) & (size <= full) & (offset <= full - size)).all(1)
@@ -197,8 +198,8 @@ def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
     # A forged shape may have more elements than an int64 counts.
     volumes = size.prod(1).tolist() if count < 1 << 62 else map(prod, size.tolist())
     if (stored := sum(volumes)) != count:
-        why = "there is a hole" if stored < count else "pieces overlap"
-        return f"its {len(chunks)} pieces hold {stored} of {count} elements: {why}"
+        reason = "there is a hole" if stored < count else "pieces overlap"
+        return f"its {len(chunks)} pieces hold {stored} of {count} elements: {reason}"
     if len(chunks) <= 1:
         return None
     dims = np.flatnonzero((size != full).any(0))
@@ -206,7 +207,7 @@ def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
         return f"its {len(chunks)} pieces are split along too many dims"
 
     def odd_corners(low: Ints, high: Ints) -> Ints:
-        """Numbers of the corners that an odd number of the pieces from `low` to `high` has, sorted."""
+        """Return the numbers of the corners that an odd number of pieces `low` to `high` share, sorted."""
         corners = np.zeros((len(low), 1), np.int64)
         for dim in dims:
             corners = corners * (full[dim] + 1)
@@ -215,7 +216,7 @@ def tiling_problem(shape: Shape, chunks: Chunks) -> str | None:
         odd: Ints = numbers[counts % 2 == 1]
         return odd
 
-    whole = odd_corners(np.zeros_like(full)[None], full[None])
-    if not np.array_equal(odd_corners(offset, offset + size), whole):
+    full_corners = odd_corners(np.zeros_like(full)[None], full[None])
+    if not np.array_equal(odd_corners(offset, offset + size), full_corners):
         return f"its {len(chunks)} pieces hold {stored} of {count} elements: pieces overlap"
     return None

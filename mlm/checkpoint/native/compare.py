@@ -30,21 +30,20 @@ BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of a tensor that both hold in one shape and dtype."""
+    """Differences of a tensor that has the same shape and dtype in both checkpoints."""
 
     name: str
     differing: int
     """Elements whose bits differ: a NaN equals its own bits, 0 and -0 differ."""
     elements: int
     largest: float
-    """Largest absolute difference of two elements, in float64; infinite where the bits of a NaN or of an
-    infinity differ from the other's."""
+    """Largest absolute difference of two elements, in float64; infinite where a NaN or infinity differs."""
     scale: float
     """Largest absolute finite element of the two tensors."""
 
     @property
     def relative(self) -> float:
-        """Largest difference in units of the largest element; 0 when no number differs."""
+        """Largest difference in units of the largest element; 0 if no number differs."""
         if not self.largest:
             return 0.0
         return self.largest / self.scale if self.scale else math.inf
@@ -52,7 +51,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class FormDifference:
-    """A tensor that the two hold in different shapes or dtypes: "F32 [6, 4]"."""
+    """A tensor of different shapes or dtypes in the two checkpoints: "F32 [6, 4]"."""
 
     name: str
     first: str
@@ -78,57 +77,57 @@ class CheckpointComparison:
 
     @property
     def differing(self) -> tuple[TensorDifference, ...]:
-        """The tensors of which an element differs, the most different first."""
+        """Tensors with a different element, the most different first."""
         differing = [tensor for tensor in self.tensors if tensor.differing]
         return tuple(sorted(differing, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
 
     @property
     def sentence(self) -> str:
-        """The differences of the tensors in a line."""
-        alike, differing = len(self.tensors), self.differing
+        """Summary of the differences in one line."""
+        count, differing = len(self.tensors), self.differing
         parts = []
         if differing:
-            most = differing[0]
+            largest = differing[0]
             parts.append(
-                f"{len(differing)} of {alike} tensors differ, {one_line(most.name)} most: by "
-                f"{most.largest:.1e}, {most.relative:.1e} of its largest element"
+                f"{len(differing)} of {count} tensors differ, {one_line(largest.name)} most: by "
+                f"{largest.largest:.1e}, {largest.relative:.1e} of its largest element"
             )
         if self.forms:
             parts.append(f"{len(self.forms)} have another shape or dtype")
         if self.only_first or self.only_second:
             only = len(self.only_first), len(self.only_second)
             parts.append(f"{only[0]} are only in the first, {only[1]} in the second")
-        return "; ".join(parts) or f"all {alike} tensors are equal bit for bit"
+        return "; ".join(parts) or f"all {count} tensors are equal bit for bit"
 
 
 def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     """Compare the tensors of two step-… directories element by element, and show a progress bar.
 
-    Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most. Blocks that are
-    read are compared with their digests, the others are not: `mlm ckpt verify` does that. Raises
-    CorruptFileError when a file is missing, short, damaged, or holds other tensors than listed; UserError
-    when there is no such checkpoint, or one cannot be read.
+    Both are read by blocks of rows: memory holds at most a dozen times BLOCK bytes, or one row. Only the
+    blocks that hold compared tensors are checked against their digests; `mlm ckpt verify` checks all. Raises
+    CorruptFileError if a file is missing, short, damaged, or holds other tensors than listed; UserError if a
+    checkpoint does not exist or cannot be read.
     """
     with reading_from(first, RESTORE):
         manifests = read_manifest(first), read_manifest(second)
-        of_first, of_second = (manifest.tensors.keys() for manifest in manifests)
+        first_names, second_names = (manifest.tensors.keys() for manifest in manifests)
         forms = {
             name: [
                 f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
                 for entry in (manifest.tensors[name] for manifest in manifests)
             ]
-            for name in of_first & of_second
+            for name in first_names & second_names
         }
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
-            alike = sorted(name for name, (here, there) in forms.items() if here == there)
-            count = sum(manifests[0].tensors[name].num_bytes for name in alike)
+            comparable = sorted(name for name, form in forms.items() if form[0] == form[1])
+            count = sum(manifests[0].tensors[name].num_bytes for name in comparable)
             with progress_bar("comparing", count, in_bytes=True) as advance:
-                tensors = tuple(_compare(a, b, name, advance) for name in alike)
+                tensors = tuple(_compare(a, b, name, advance) for name in comparable)
     return CheckpointComparison(
         *manifests,
-        only_first=tuple(sorted(of_first - of_second)),
-        only_second=tuple(sorted(of_second - of_first)),
-        forms=tuple(FormDifference(n, *forms[n]) for n in sorted(forms) if len(set(forms[n])) > 1),
+        only_first=tuple(sorted(first_names - second_names)),
+        only_second=tuple(sorted(second_names - first_names)),
+        forms=tuple(FormDifference(n, *forms[n]) for n in sorted(forms) if forms[n][0] != forms[n][1]),
         tensors=tensors,
     )
 
@@ -141,19 +140,19 @@ def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> Ten
         bits = BITS[a.element_size()]
         scale = max(scale, _magnitude(a))
         if not torch.equal(a.view(bits), b.view(bits)):
-            differ = a.view(bits) != b.view(bits)
-            by = (a[differ].double() - b[differ].double()).abs()
-            differing += by.numel()
-            largest = max(largest, float(by.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+            is_different = a.view(bits) != b.view(bits)
+            difference = (a[is_different].double() - b[is_different].double()).abs()
+            differing += difference.numel()
+            largest = max(largest, float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max()))
             scale = max(scale, _magnitude(b))
         progress(a.numel() * a.element_size())
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
 
 
 def tensors_digest(directory: Path, manifest: Manifest) -> str:
-    """SHA-256 of the tensors of a step-… directory, `sha256:<hex>`, whatever layout wrote them.
+    """Return the SHA-256 of the tensors of a step-… directory, `sha256:<hex>`, whatever layout wrote them.
 
-    Of each in the order of names: its name, dtype and shape, and its bytes. Raises as `Reader`.
+    Input per tensor, in the order of names: name, dtype and shape, then the bytes. Raises as `Reader` does.
     """
     digest = hashlib.sha256()
     with Reader(directory, manifest) as reader:
@@ -166,16 +165,16 @@ def tensors_digest(directory: Path, manifest: Manifest) -> str:
 
 
 def row_blocks(shape: Shape, itemsize: int) -> Iterator[Region]:
-    """Cut a tensor along dim 0 into regions of at most BLOCK bytes, or one row."""
+    """Split a tensor along dim 0 into regions of at most BLOCK bytes, or one row."""
     if not prod(shape):
         return
     if not shape:
         yield Region((), ())
         return
-    rest = shape[1:]
-    rows = max(1, BLOCK // (prod(rest) * itemsize))
+    row_shape = shape[1:]
+    rows = max(1, BLOCK // (prod(row_shape) * itemsize))
     for row in range(0, shape[0], rows):
-        yield Region((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
+        yield Region((row, *(0 for _ in row_shape)), (min(rows, shape[0] - row), *row_shape))
 
 
 def are_equal(first: Callable[[Region], Tensor], second: Callable[[Region], Tensor], shape: Shape) -> bool:
@@ -184,7 +183,7 @@ def are_equal(first: Callable[[Region], Tensor], second: Callable[[Region], Tens
 
 
 def _magnitude(x: Tensor) -> float:
-    """Largest absolute finite element; 0 when there is none."""
+    """Return the largest absolute finite element; 0 if no element is finite."""
     if x.is_floating_point():
         low, high = x.aminmax()  # quick, and NaN where there is one
         largest = max(-float(low), float(high))

@@ -1,7 +1,7 @@
 """Declarations of ranks before a save, as bytes, and the global tensors that they make.
 
-A declaration is a table of tensors, compressed JSON, and the columns of the pieces that a rank holds. Ranks
-that hold parts of the same tensors send the same table, which is parsed once.
+A declaration is a table of tensors, as compressed JSON, and the columns of the pieces that a rank holds.
+Ranks with parts of the same tensors send the same table, which is parsed once.
 """
 
 import json
@@ -36,7 +36,7 @@ def file_name(rank: int) -> str:
 
 
 def declare_shards(shards: Mapping[str, TensorShard], step: int, main_step: int) -> bytes:
-    """The tensors that this rank declares, and the regions of them that it holds."""
+    """Encode the tensors that this rank declares, and the regions that it holds. Raises CheckpointError."""
     if step != main_step:
         raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
     for name, shard in shards.items():
@@ -53,7 +53,7 @@ def declare_shards(shards: Mapping[str, TensorShard], step: int, main_step: int)
 
 
 def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEntry]:
-    """The global tensors that the ranks' pieces make. Raises CheckpointError unless they tile them."""
+    """Return the global tensors that the ranks' pieces tile. Raises CheckpointError if they do not."""
     entries: dict[str, TensorEntry] = {}
     tables: dict[bytes, tuple[Ints, list[tuple[int, ...]]]] = {}
     """Number of each tensor of a table in `entries`, and its shape."""
@@ -65,22 +65,22 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
             rows = json.loads(zlib.decompress(table))
             for name, dtype, shape, split in rows:
                 entry = TensorEntry(tuple(shape), DTYPES[dtype], TensorSplit(**split))
-                known = entries.setdefault(name, entry)
-                if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                first = entries.setdefault(name, entry)
+                if (first.shape, first.dtype) != (entry.shape, entry.dtype):
                     raise CheckpointError(
                         f"{root}: {name} is {dtype} {shape} on rank {rank}, "
-                        f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
+                        f"{DTYPE_NAMES[first.dtype]} {list(first.shape)} on another: nothing was saved"
                     )
             numbers = {name: number for number, name in enumerate(entries)}
-            numbers_of_rows = np.array([numbers[name] for name, *_ in rows], np.int32)
-            tables[table] = numbers_of_rows, [tuple(shape) for _, _, shape, _ in rows]
-        of_rows, shapes = tables[table]
+            tensor_numbers = np.array([numbers[name] for name, *_ in rows], np.int32)
+            tables[table] = tensor_numbers, [tuple(shape) for _, _, shape, _ in rows]
+        row_numbers, shapes = tables[table]
         columns = decode_columns(content[end:], shapes, 1)
-        parts.append((of_rows[columns.tensor], rank, columns))
+        parts.append((row_numbers[columns.tensor], rank, columns))
     shapes = [entry.shape for entry in entries.values()]
     dims = dims_of(shapes)
     tensor = np.concatenate([tensors for tensors, _, _ in parts])
-    order = np.argsort(tensor, kind="stable")  # of a tensor, by rank
+    order = np.argsort(tensor, kind="stable")  # by tensor, then by rank
     columns = Columns(
         shapes,
         tensor[order],

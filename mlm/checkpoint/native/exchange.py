@@ -23,13 +23,13 @@ KINDS: dict[str, type[UserError]] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save or load together. `group` is gloo over all of them, None when there is one."""
+    """Ranks that save or load together. `group` is a gloo group of all, None for a single rank."""
 
     rank: int = 0
     world_size: int = 1
     group: ProcessGroup | None = None
     watch: Watch = field(default_factory=Watch, compare=False)
-    """Names what is waited for when a rank is lost."""
+    """Reports the pending collective when a rank is lost."""
 
     def __post_init__(self) -> None:
         assert self.world_size == 1 or self.group is not None, "several ranks need a gloo group"
@@ -44,15 +44,15 @@ class Ranks:
         return self.rank == 0
 
     def all_gather(self, value: JSON) -> list[JSON]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value, on every rank."""
         return [json.loads(part) for part in self._gather(json.dumps(value).encode(), to_all=True)]
 
     def gather(self, value: JSON) -> list[JSON]:
-        """Every rank's value, on rank 0; an empty list on the others."""
+        """Return every rank's value on rank 0, an empty list on other ranks."""
         return [json.loads(part) for part in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, not empty, on rank 0; an empty list on the others."""
+        """Return every rank's bytes (not empty) on rank 0, an empty list on other ranks."""
         return self._gather(value, to_all=False)
 
     def _gather(self, value: bytes, *, to_all: bool) -> list[bytes]:
@@ -74,7 +74,7 @@ class Ranks:
         return [content[:n].numpy().tobytes() for content, n in zip(received, sizes, strict=False)]
 
     def broadcast(self, value: JSON) -> JSON:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         if self.group is None:
             return value
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -99,16 +99,15 @@ class Ranks:
     def together(self, work: Callable[[], T], explain: Callable[[Exception], UserError]) -> T:
         """Run `work` on every rank; if it raises on any, raise the first failing rank's error on all.
 
-        `explain` turns what is not a UserError into one. The exception keeps its class if that is in KINDS,
-        else it is a UserError; on a failing rank it has the original as its cause. `work` must not
-        communicate.
+        `explain` converts other exceptions to UserError. Classes in KINDS are kept, others become UserError;
+        on a failing rank the original is the cause. `work` must not communicate.
         """
         cause: Exception | None = None
         shared: UserError | None = None
         result: T | None = None
         try:
             result = work()
-        except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting forever
+        except Exception as e:  # any error: unshared, it would leave the other ranks waiting forever
             cause, shared = e, e if isinstance(e, UserError) else explain(e)
         # a message of bounded size: every rank receives each rank's
         verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:2000]])
@@ -116,8 +115,8 @@ class Ranks:
         if not failed:
             return result  # type: ignore[return-value]
         kind, message = failed[0]
-        others = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        raise KINDS.get(kind, UserError)(message + others) from cause
+        suffix = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        raise KINDS.get(kind, UserError)(message + suffix) from cause
 
 
 ONE_RANK = Ranks()

@@ -1,7 +1,7 @@
-"""The folder of checkpoints: publication, `latest`, and finding the one to load.
+"""The folder of checkpoints: publication, `latest`, and the choice of the one to load.
 
-Names that begin with a dot are work in progress: `.saving-…` a save that did not finish, `.replaced-step-N`
-the old step-N while a new one takes its place, `.trash-…` one being deleted. The next save clears them up.
+Names that begin with a dot are work in progress: `.saving-…` an unfinished save, `.replaced-step-N` the old
+step-N while a new one takes its place, `.trash-…` a checkpoint being deleted. The next save clears them up.
 """
 
 import errno
@@ -38,9 +38,9 @@ STEP_NAME = re.compile(r"step-(\d{8,18})")
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
 """A checkpoint that a roll-back, or the training after it, renamed: nothing loads, counts or deletes it."""
 LEFT = re.compile(r"\.(?:saving|replaced|trash|latest)-(?:\w+-)?step-\d{8,18}(?:-[\w-]+)?")
-"""What killed saves and deletions leave."""
+"""Leftovers of killed saves and deletions."""
 OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|\.nfs\w+|\..+\.\d+\.partial")
-"""Files of a checkpoint, and those that a file system or `write_atomic` leaves for a while."""
+"""Files of a checkpoint, and temporary files of a file system or `write_atomic`."""
 
 
 def step_name(step: int) -> str:
@@ -49,10 +49,10 @@ def step_name(step: int) -> str:
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Directory of each step in `root`, oldest first, whether whole or not.
+    """Return the directory of each step in `root`, oldest first, whether whole or not.
 
-    A step that a kill caught between being moved aside and being replaced is found where it was moved to.
-    Raises CheckpointError when `root` cannot be read.
+    A checkpoint that a killed save had moved aside to replace it counts. Raises CheckpointError if `root`
+    cannot be read.
     """
     paths: dict[int, Path] = {}
     try:
@@ -65,9 +65,9 @@ def checkpoints(root: Path) -> dict[int, Path]:
 
 
 def read_pointer(root: Path) -> tuple[str | None, str | None]:
-    """The directory name that the file `latest` holds, and the reason why it cannot be believed, if any.
+    """Return the directory name in the file `latest`, and why the file is not valid, if it is not.
 
-    The name is None where there is no such file, or it cannot be believed. Only its first line counts.
+    The name is None without a valid file. Only the first line counts.
     """
     path = root / LATEST
     try:
@@ -83,7 +83,7 @@ def read_pointer(root: Path) -> tuple[str | None, str | None]:
 
 
 def pointer_problem(root: Path) -> str | None:
-    """Why `latest` leads to no checkpoint; None if it does, or is not there. Raises CheckpointError."""
+    """Return why `latest` leads to no checkpoint; None if it does, or is absent. Raises CheckpointError."""
     name, problem = read_pointer(root)
     if name is not None and step_of(Path(name)) not in checkpoints(root):
         problem = f"names {name}, which is gone"
@@ -91,16 +91,16 @@ def pointer_problem(root: Path) -> str | None:
 
 
 def latest_name(root: Path) -> str | None:
-    """The directory name that the file `latest` holds; None when it is missing or cannot be believed."""
+    """Return the directory name in the file `latest`; None if the file is missing or not valid."""
     return read_pointer(root)[0]
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to continue from; None when there is no checkpoint at all.
+    """Return the checkpoint to continue from; None without any checkpoint.
 
-    The first of `candidates` that is whole as far as names and sizes tell (digests are checked at loading). A
-    warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
-    checkpoints but none to continue from is whole: starting afresh would be no remedy.
+    It is the first of `candidates` that is whole by names and sizes (digests are checked at loading). A
+    warning reports if it is not the one that `latest` names. Raises CorruptFileError if there are checkpoints
+    but no candidate is whole: starting afresh would hide the loss.
     """
     problem = pointer_problem(root)
     problems = [problem] if problem else []
@@ -114,14 +114,14 @@ def latest_checkpoint(root: Path) -> Path | None:
     present = checkpoints(root)
     if not present:
         return None
-    named, newest, remedy = latest_name(root), max(present), ""
-    if named is not None and newest > step_of(Path(named)):
+    latest, newest, remedy = latest_name(root), max(present), ""
+    if latest is not None and newest > step_of(Path(latest)):
         remedy = f". To continue from {step_name(newest)}, write its name into {root / LATEST}"
     raise CorruptFileError(f"{root}: no checkpoint is whole. {problems[0]}{remedy}")
 
 
 def step_directory_name(path: Path) -> str:
-    """The step-… name of a checkpoint, wherever a save moved it."""
+    """Return the step-… name of a checkpoint, moved aside or not."""
     return path.name.removeprefix(REPLACED)
 
 
@@ -130,10 +130,10 @@ def step_of(path: Path) -> int:
 
 
 def candidates(root: Path) -> list[Path]:
-    """The checkpoints to continue from, the best first, whole or not: `latest`, then all that are older.
+    """Return the checkpoints to continue from, whole or not: `latest`, then older ones, the newest first.
 
-    Newer ones are of a past that a user went back from; where `latest` is missing or damaged, there are none.
-    Raises CheckpointError when `root` cannot be read.
+    Those newer than `latest` belong to a past that the user rolled back; without a valid `latest`, all count.
+    Raises CheckpointError if `root` cannot be read.
     """
     paths, name = list(checkpoints(root).values()), latest_name(root)
     newest = step_of(Path(name)) if name else max(map(step_of, paths), default=0)
@@ -141,7 +141,7 @@ def candidates(root: Path) -> list[Path]:
 
 
 def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
-    """Checkpoints by step that were set aside and that descend from `head`. Raises OSError."""
+    """Return checkpoints set aside that descend from `head`, by step. Raises OSError."""
     try:
         manifest = read_manifest_head(head)
     except UserError:
@@ -151,13 +151,13 @@ def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
 
 
 def find_saves(root: Path, saves: Sequence[Save]) -> list[Path]:
-    """The checkpoints left of these saves, in their order, set aside or not. Raises CheckpointError."""
+    """Return the remaining checkpoints of these saves, in order, set aside or not. Raises CheckpointError."""
     by_save = saves_in(root)
     return [by_save[save] for save in saves if save in by_save]
 
 
 def saves_in(root: Path) -> dict[Save, Path]:
-    """The checkpoints in `root` by their save, those set aside too. Raises CheckpointError."""
+    """Return the checkpoints in `root` by save, set aside or not. Raises CheckpointError."""
     paths, by_save = list(checkpoints(root).values()), dict[Save, Path]()
     paths += [path for path in root.iterdir() if ASIDE.fullmatch(path.name)] if root.is_dir() else []
     for path in paths:
@@ -167,7 +167,7 @@ def saves_in(root: Path) -> dict[Save, Path]:
 
 
 def ancestors_of(path: Path) -> tuple[Save, ...]:
-    """The saves that a checkpoint descends from; none if it cannot be read."""
+    """Return the saves that a checkpoint descends from; () if it cannot be read."""
     try:
         return Lineage.of(read_manifest_head(path).state).ancestors
     except (UserError, OSError):
@@ -175,9 +175,9 @@ def ancestors_of(path: Path) -> tuple[Save, ...]:
 
 
 def set_newer_aside(root: Path, manifest: Manifest) -> None:
-    """Rename what is newer than the parent of a new checkpoint: its run went back, and took another path.
+    """Set aside checkpoints newer than the parent of a new one: its run was rolled back before them.
 
-    A checkpoint of its own step is left to be replaced. Raises OSError and CheckpointError.
+    A checkpoint of the same step stays, to be replaced. Raises OSError and CheckpointError.
     """
     if not (ancestors := Lineage.of(manifest.state).ancestors):
         return
@@ -187,7 +187,7 @@ def set_newer_aside(root: Path, manifest: Manifest) -> None:
 
 
 def free_name(root: Path, step: int) -> Path:
-    """Return a name for a checkpoint to set aside: another one may have been of this step."""
+    """Return a free name for a checkpoint to set aside; another one may have been of this step."""
     path, number = root / f"aside-{step_name(step)}", 1
     while os.path.lexists(path):
         number += 1
@@ -196,7 +196,7 @@ def free_name(root: Path, step: int) -> Path:
 
 
 def checkpoint_problem(directory: Path) -> str | None:
-    """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
+    """Return why a checkpoint is not whole by names and sizes; None if it is. No shard is read."""
     try:
         manifest = read_manifest_head(directory)
         if step_directory_name(directory) != step_name(manifest.step) and STEP_NAME.fullmatch(
@@ -216,9 +216,9 @@ def checkpoint_problem(directory: Path) -> str | None:
 def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     """Return the checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
 
-    Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory: the best
-    checkpoint of one that keeps it, as finetuning does, the latest of any other. Raises UserError when there
-    is none, CorruptFileError as `latest_checkpoint` does.
+    Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory: its best
+    checkpoint if it keeps one, as finetuning does, else its latest. Raises UserError if there is no
+    checkpoint, CorruptFileError as `latest_checkpoint` does.
     """
     best = latest_checkpoint(Path(path) / BEST / CHECKPOINTS)
     if best is not None:
@@ -227,29 +227,29 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     return folder if is_checkpoint else latest_checkpoint(folder) or _refuse_empty(path, setting)
 
 
-def best_note(path: str | Path, chosen: Path) -> str | None:
+def best_note(path: str | Path, checkpoint: Path) -> str | None:
     """Return the line for the user where `resolve(path)` is the best checkpoint that a run has kept."""
-    if chosen.parent != Path(path) / BEST / CHECKPOINTS:
+    if checkpoint.parent != Path(path) / BEST / CHECKPOINTS:
         return None
-    return f"{path} keeps its best checkpoint, which is taken: {chosen}; name a step-… for another"
+    return f"{path} keeps its best checkpoint, which is taken: {checkpoint}; name a step-… for another"
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
     """Return the path that `resolve` accepts as a checkpoint and True, or as a folder of them and False.
 
-    Raises UserError if there is none. None is checked to be whole.
+    Raises UserError if there is no checkpoint; whether it is whole is not checked.
     """
-    given = Path(path)
+    location = Path(path)
     try:
-        if given.is_file() and given.name in (LATEST, MANIFEST):
-            given = given.parent
-        if not given.is_dir():
+        if location.is_file() and location.name in (LATEST, MANIFEST):
+            location = location.parent
+        if not location.is_dir():
             raise UserError(
-                f"{setting}={given}: no such directory. Set {setting}=… to a step-… or run directory"
+                f"{setting}={location}: no such directory. Set {setting}=… to a step-… or run directory"
             )
-        if (given / MANIFEST).exists() or STEP_NAME.fullmatch(given.name):
-            return given, True
-        for folder in (given / CHECKPOINTS, given):
+        if (location / MANIFEST).exists() or STEP_NAME.fullmatch(location.name):
+            return location, True
+        for folder in (location / CHECKPOINTS, location):
             if checkpoints(folder):
                 return folder, False
     except OSError as e:
@@ -264,7 +264,7 @@ def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
 
 
 def open_staging(root: Path, step: int, save_id: str) -> Path:
-    """A fresh directory to write a checkpoint into; removes leftovers of killed saves. Raises OSError."""
+    """Make a directory to write a checkpoint into; delete leftovers of killed saves. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True)
     fsync_directory(root.parent)
     staging = staging_path(root, step, save_id)
@@ -274,26 +274,26 @@ def open_staging(root: Path, step: int, save_id: str) -> Path:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return what killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
+    """Return the leftovers of killed saves that `clear_up` deletes, sorted by name. Raises OSError."""
     return sorted(path for path in root.iterdir() if _is_left(path) and not _is_moved_aside(path))
 
 
 def _is_left(path: Path) -> bool:
-    """True for what a killed save left: by its name, and by what it holds."""
+    """True for a leftover of a killed save, by its name and content."""
     if not LEFT.fullmatch(path.name) or path.is_symlink():
         return False
     return path.is_file() if path.name.startswith(NEW_LATEST) else path.is_dir() and foreign_in(path) is None
 
 
 def _is_moved_aside(path: Path) -> bool:
-    """True for the old step-N while no new one has taken its place."""
+    """True for an old step-N that no new one has replaced yet."""
     return path.name.startswith(REPLACED) and not path.with_name(step_directory_name(path)).exists()
 
 
 def foreign_in(directory: Path) -> str | None:
-    """First entry of a checkpoint directory that mlm did not write, None if all is ours. Raises OSError.
+    """Return the first entry of a checkpoint directory that mlm did not write, else None. Raises OSError.
 
-    A link is not ours, nor is a folder or a file of another name than the manifest and shards have.
+    mlm writes no links, no folders, and no files but the manifest and shards.
     """
     if directory.is_symlink():
         return "a link"
@@ -304,7 +304,7 @@ def foreign_in(directory: Path) -> str | None:
 
 
 def clear_up(root: Path) -> None:
-    """Finish or delete what killed saves left. Raises OSError."""
+    """Finish or delete the leftovers of killed saves. Raises OSError."""
     for path in filter(_is_left, list(root.iterdir())):
         if _is_moved_aside(path):
             os.rename(path, path.with_name(step_directory_name(path)))
@@ -349,7 +349,7 @@ def publish(staging: Path, root: Path, manifest: Manifest) -> None:
 
 
 def point_latest(root: Path, step: int) -> None:
-    """Point `latest` at a step that is published. Raises OSError, and what `read_manifest` raises."""
+    """Point `latest` at a published step. Raises OSError, and as `read_manifest` does."""
     pointer = root / f"{NEW_LATEST}{step_name(step)}"
     read_manifest(root / step_name(step))
     try:
@@ -368,10 +368,10 @@ def _write_pointer(pointer: Path, name: str) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Delete the directory of a checkpoint, or of a save, unless something in it is not ours.
+    """Delete the directory of a checkpoint or save unless it holds foreign files; return True if deleted.
 
-    It first loses its name, so that half of it is never taken for a checkpoint. Returns True if all of it is
-    gone; never raises: a warning says why not.
+    It is renamed first, so that a half-deleted one is never taken for a checkpoint. Never raises: a warning
+    gives the reason.
     """
     trash = path
     try:

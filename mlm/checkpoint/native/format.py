@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: how it is written, and checks before any of it is believed.
+"""The manifest of a checkpoint: writing, reading, and validation of untrusted content.
 
-The guide Checkpoints is the specification. A digest guards against accidents, not against an adversary
-(xxh3 is not a cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
-executed, that sizes are bounded before anything is read, and that file names cannot leave the directory.
+The guide Checkpoints is the specification. Digests guard against accidents, not against an adversary (xxh3 is
+not a cryptographic hash). A hostile checkpoint is harmless because nothing in it is executed, sizes are
+bounded before anything is read, and file names cannot leave the directory.
 """
 
 import json
@@ -12,7 +12,7 @@ import stat
 import sys
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,6 @@ import torch
 
 from mlm.checkpoint.native.columns import (
     Chunk,
-    Chunks,
     check_sizes,
     columns_of,
     decode_columns,
@@ -30,7 +29,7 @@ from mlm.checkpoint.native.columns import (
 )
 from mlm.checkpoint.native.run_state import RESTORE as RESTORE
 from mlm.checkpoint.native.run_state import Save
-from mlm.checkpoint.native.slices import UNSPLIT, Region, TensorSplit
+from mlm.checkpoint.native.slices import UNSPLIT, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, whole_number, write_atomic
 
@@ -79,7 +78,7 @@ class NotFiniteError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor, and where it is stored the chunks that tile it."""
+    """A global tensor and, once stored, the chunks that tile it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,17 +86,13 @@ class TensorEntry:
     """Split over layouts."""
     chunks: Collection[Chunk] = ()
     norm: float | None = field(default=None, compare=False)
-    """L2 norm; None of integers, and of what no training run saved."""
+    """L2 norm; None for integers, and where no training run saved the tensor."""
     norm_before: float | None = field(default=None, compare=False)
-    """Norm in the checkpoint before, or in the last one before weights jumped."""
+    """Norm in the previous checkpoint, or in the last one before weights jumped."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def overlapping(self, wanted: Region) -> Iterable[Chunk]:
-        """The chunks that hold an element of `wanted`."""
-        return Chunks.of(self.chunks, len(self.shape)).overlapping(wanted)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint. `tensors` is sorted by name."""
+    """Description of a checkpoint. `tensors` is sorted by name."""
 
     step: int
     save_id: str
@@ -131,8 +126,8 @@ class Manifest:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of a directory that holds its shards.
 
-    Raises ValueError or TypeError when `state` is not JSON, CorruptFileError when what was written could not
-    be read, OSError.
+    Raises ValueError or TypeError if `state` is not JSON, CorruptFileError if the manifest could not be read
+    back, OSError.
     """
     names = sorted(manifest.tensors)
     entries = [manifest.tensors[name] for name in names]
@@ -164,17 +159,18 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     encoded = canonical(body)
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest needs {len(encoded)} bytes, {MAX_MANIFEST_BYTES} is the limit")
-    decode_manifest(encoded, directory / MANIFEST)  # what is published can be read
+    # A manifest that fails its own checks must not be published.
+    decode_manifest(encoded, directory / MANIFEST)
     write_atomic(directory / MANIFEST, encoded)
 
 
 def pack(content: bytes) -> str:
-    """Bytes as a JSON string: deflated, in base64."""
+    """Encode bytes as a JSON string: deflated, in base64."""
     return b64encode(zlib.compress(content, 1)).decode()
 
 
 def unpack(packed: JSON) -> bytes:
-    """The inverse of `pack`. Raises ValueError, also for more than MAX_CHUNKS_BYTES."""
+    """Invert `pack`. Raises ValueError, also for more than MAX_CHUNKS_BYTES."""
     inflate = zlib.decompressobj()
     try:
         content = inflate.decompress(b64decode(packed, validate=True), MAX_CHUNKS_BYTES + 1)
@@ -186,29 +182,26 @@ def unpack(packed: JSON) -> bytes:
 
 
 def canonical(value: JSON) -> bytes:
-    """The one spelling of a JSON value that digests are taken of: sorted keys, no spaces, ASCII."""
+    """Encode a JSON value for digests, in one spelling: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory, checked alone: no shard is opened.
+    """Read and check the manifest of a checkpoint directory; no shard is opened.
 
-    Raises CorruptFileError when it is missing, altered, malformed, names a file outside the directory, or
-    when the chunks of a tensor leave a hole or overlap; UserError when there is no such directory or the
-    format is of a later version; OSError when it cannot be read.
+    Raises CorruptFileError if it is missing, altered, malformed, names a file outside the directory, or
+    the chunks of a tensor leave a hole or overlap; UserError if the directory does not exist or the format is
+    of a later version; OSError if it cannot be read.
     """
-    return decode_manifest(_read(directory), directory / MANIFEST)
+    return decode_manifest(_read_bytes(directory), directory / MANIFEST)
 
 
 def read_manifest_head(directory: Path) -> Manifest:
-    """The manifest without its chunks, which are not checked: quick, however many there are.
-
-    Raises as `read_manifest` does.
-    """
-    return decode_manifest(_read(directory), directory / MANIFEST, with_chunks=False)
+    """Read the manifest without its chunks, whose checks take time. Raises as `read_manifest` does."""
+    return decode_manifest(_read_bytes(directory), directory / MANIFEST, with_chunks=False)
 
 
-def _read(directory: Path) -> bytes:
+def _read_bytes(directory: Path) -> bytes:
     if not directory.is_dir():
         raise UserError(f"{directory}: no such checkpoint. Set ckpt=… to a step-… or run directory")
     regular_size(directory / MANIFEST)  # raises for a link or a pipe
@@ -216,10 +209,7 @@ def _read(directory: Path) -> bytes:
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file that must be there and be a file: no link that leads elsewhere, no pipe that blocks.
-
-    Raises CorruptFileError.
-    """
+    """Return the bytes of a regular file. Raises CorruptFileError if it is missing, a link or a pipe."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -258,8 +248,8 @@ def decode_manifest(encoded: bytes, path: Path | str, *, with_chunks: bool = Tru
                 raise ValueError(problem)
             itemsizes = [entry.dtype.itemsize for entry in entries]
             check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
-            both = zip(tensors.items(), chunks, strict=True)
-            tensors = {name: replace(entry, chunks=held) for (name, entry), held in both}
+            pairs = zip(tensors.items(), chunks, strict=True)
+            tensors = {name: replace(entry, chunks=tensor_chunks) for (name, entry), tensor_chunks in pairs}
         return Manifest(step, save_id, tensors, files, body["state"], digest)
     except UserError:
         raise
@@ -279,7 +269,7 @@ def _build_file(name: str, entry: JSON) -> FileEntry:
 
 
 def _build_tensor(name: str, entry: JSON) -> TensorEntry:
-    """A tensor without its chunks."""
+    """Return the entry of a tensor without its chunks. Raises ValueError, TypeError, KeyError."""
     shape = entry["shape"]
     if not name.isprintable() or len(name) > MAX_NAME:  # names are printed, on terminals too
         raise ValueError(f"tensor name {name[:40]!r} is not allowed")
@@ -295,11 +285,11 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
     if split.stage not in ("first", "last"):
         whole_number(split.stage)
-    before, norm = (None, None) if entry["norms"] is None else entry["norms"]
-    for value in (before, norm):
+    norm_before, norm = (None, None) if entry["norms"] is None else entry["norms"]
+    for value in (norm_before, norm):
         if value is not None and (type(value) not in (int, float) or not 0 <= value <= sys.float_info.max):
             raise ValueError(f"{str(value)[:40]} is no norm")
-    return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, before)
+    return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, norm_before)
 
 
 def _digest(value: JSON) -> str:

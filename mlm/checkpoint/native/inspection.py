@@ -22,7 +22,7 @@ class Group:
 
 
 def checkpoint_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """All facts for machines; null where the checkpoint does not record one."""
+    """Return all facts as JSON; null where the checkpoint does not record one."""
     state, grouped = manifest.state, groups(manifest)
     samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
     parameters = grouped["model"].elements if "model" in grouped else None
@@ -58,14 +58,14 @@ def checkpoint_facts(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def dig(value: JSON, *keys: str) -> JSON:
-    """value[key][key]…; None where one is not there, for a state may be anything."""
+    """Return value[key][key]…; None if a key is absent, as the state is not validated."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def groups(manifest: Manifest) -> dict[str, Group]:
-    """Tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
+    """Group tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
     grouped: dict[str, Group] = {}
     for name, entry in manifest.tensors.items():
         words = name.split(".")

@@ -11,15 +11,15 @@ from torch import Tensor
 from mlm.checkpoint.native.format import TensorEntry
 
 JUMP = 100.0
-"""Growth or shrinkage of a weight's norm since the checkpoint before, from which the new one is doubtful."""
+"""Growth or shrinkage of a weight's norm since the previous checkpoint that makes a checkpoint doubtful."""
 LEAST_RMS = 0.01
-"""Root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
+"""Least root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
 NOT_FINITE, LARGEST = math.nan, sys.float_info.max
 PIECE = 1 << 16  # elements summed at a time: in the processor's cache, by one thread
 
 
 def norm(x: Tensor) -> float:
-    """L2 norm; NaN if an element is not finite, whatever the size of those that are."""
+    """Return the L2 norm; NaN if an element is not finite. Finite elements of any size do not overflow."""
     total = 0.0
     for piece in x.detach().reshape(-1).split(PIECE):
         if piece.dtype in (torch.float32, torch.float64):
@@ -34,31 +34,28 @@ def norm(x: Tensor) -> float:
     return min(math.sqrt(total), LARGEST)
 
 
-def joint_norm(norms: Sequence[float]) -> float:
-    """Norm of a tensor from its parts' norms; NaN if one is."""
-    total = math.hypot(*norms)
-    return min(total, LARGEST) if total == total else NOT_FINITE
-
-
 def with_norms(
     tensors: Mapping[str, TensorEntry],
     parts: Sequence[Mapping[str, float]],
-    before: Mapping[str, float | None],
+    norms_before: Mapping[str, float | None],
 ) -> dict[str, TensorEntry]:
-    """Add to entries the norms of their parts on all ranks, and in the checkpoint before."""
+    """Add norms to entries: of their `parts` on all ranks, NaN if one is, and of the previous checkpoint."""
     pieces: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             pieces.setdefault(name, []).append(value)
-    norms = {name: joint_norm(values) for name, values in pieces.items()}
+    norms = {name: min(math.hypot(*values), LARGEST) for name, values in pieces.items()}  # min keeps NaN
     return {
-        name: replace(entry, norm=norms.get(name), norm_before=before.get(name))
+        name: replace(entry, norm=norms.get(name), norm_before=norms_before.get(name))
         for name, entry in tensors.items()
     }
 
 
 def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None:
-    """The weight that changed most since the checkpoint before, and its factor; None if none reached JUMP."""
+    """Return the weight whose norm grew most since the previous checkpoint, and its factor.
+
+    None if no norm grew or shrank by JUMP.
+    """
     ratios = {}
     for name, entry in tensors.items():
         least = LEAST_RMS * math.sqrt(math.prod(entry.shape))

@@ -1,10 +1,9 @@
-"""Old checkpoints of a run and what killed saves left, listed and deleted: `mlm ckpt prune`.
+"""Old checkpoints of a run and leftovers of killed saves, listed and deleted: `mlm ckpt prune`.
 
 Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
-and what a roll-back set aside: that is its owner's to delete by hand. Of those that count as kept every byte
-is read; others are whole as names and sizes tell, and `mlm ckpt verify` reads them. A damaged checkpoint
-never counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one
-stays until its owner has looked at it: it may be the only trace of those steps.
+and checkpoints that a rollback set aside, which users delete by hand. Checkpoints that count as kept are read
+in full, others are checked by names and sizes. A damaged checkpoint never counts. It is deleted like a whole
+one if keep_last whole ones are newer; a newer damaged one stays: it may be the only trace of its steps.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from mlm.checkpoint.native.verify import content_problem
 
 @dataclass(frozen=True)
 class Item:
-    """A checkpoint, or what a killed save left."""
+    """A checkpoint, or a leftover of a killed save."""
 
     path: Path
     bytes: int
-    what: str
+    description: str
     """ "whole", "damaged: …" or "left by a killed save"."""
     is_outdated: bool
 
@@ -39,22 +38,24 @@ def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None
 
     `since` is as in `outdated`. Raises OSError and CheckpointError.
     """
-    counted, read = candidates(root), dict[Path, str | None]()
+    candidate_paths, problems = candidates(root), dict[Path, str | None]()
 
     def problem_of(path: Path) -> str | None:
-        return read.setdefault(path, content_problem(path))
+        return problems.setdefault(path, content_problem(path))
 
-    old = outdated(root, keep_last=keep_last, keep_every=keep_every, since=since, problem_of=problem_of)
+    outdated_paths = outdated(
+        root, keep_last=keep_last, keep_every=keep_every, since=since, problem_of=problem_of
+    )
     items = []
     for path in checkpoints(root).values():
-        if problem := read[path] if path in read else checkpoint_problem(path):
-            what = f"damaged: {problem.removeprefix(f'{path}/').removesuffix(f'. {RESTORE}')}"
+        if problem := problems[path] if path in problems else checkpoint_problem(path):
+            description = f"damaged: {problem.removeprefix(f'{path}/').removesuffix(f'. {RESTORE}')}"
         else:
             doubt = checkpoint_doubt(path, since)
-            what = f"whole, doubtful: {doubt}" if doubt else "whole"
-        if path not in counted:
-            what += ", newer than latest: kept and not counted"
-        items.append(Item(path, bytes_of(path), what, path in old))
+            description = f"whole, doubtful: {doubt}" if doubt else "whole"
+        if path not in candidate_paths:
+            description += ", newer than latest: kept and not counted"
+        items.append(Item(path, bytes_of(path), description, path in outdated_paths))
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 
 
@@ -63,9 +64,9 @@ def bytes_of(path: Path) -> int:
 
 
 def delete(root: Path, items: list[Item]) -> list[Path]:
-    """Delete the items to delete, oldest first, and rename back what a killed save moved aside.
+    """Delete outdated items, oldest first, and restore a checkpoint that a killed save moved aside.
 
-    Returns what could not be deleted. Raises OSError.
+    Returns the paths that could not be deleted. Raises OSError.
     """
     killed = leftovers(root)
     failed = [

@@ -1,10 +1,9 @@
-"""Reading of a checkpoint's shard files: the bytes that are used are the bytes that were digested.
+"""Reading of a checkpoint's shard files, every byte verified before use.
 
-The manifest holds a digest of each block of a file. A block is read, compared, and used from memory.
+The manifest holds a digest of each block of a file. A block is read once, compared, and used from memory.
 """
 
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from mlm.checkpoint.native import format as layout
+from mlm.checkpoint.native.columns import Chunks
 from mlm.checkpoint.native.format import RESTORE, FileEntry, Manifest
 from mlm.checkpoint.native.shard_file import Stored, parse_header
 from mlm.checkpoint.native.slices import Region, TensorShard
@@ -29,58 +29,51 @@ Progress = Callable[[int], None]
 
 
 class CheckedFile(AbstractContextManager["CheckedFile"]):
-    """A shard file open for reading; a context manager. Has what of a binary file `copy_region` uses.
+    """A shard file open for reading, with the methods of a binary file that `copy_region` uses.
 
     Attributes:
-        name:    its path
-        size:    its bytes, as the manifest says and on the disk
+        name:    path
+        size:    bytes, in the manifest and on the disk
         checked: numbers of the blocks whose digest was compared
     """
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
-        """Open the file.
-
-        Raises CorruptFileError when it is missing, no regular file, or of another size; OSError.
-        """
+        """Open the file. Raises OSError, and CorruptFileError if it is missing, a link or of another size."""
         self.name, self.size, self._blocks = str(path), entry.bytes, entry.blocks
         self.checked: set[int] = set()
-        self._position, self._held, self._buffer = 0, -1, bytearray()
+        self._position, self._buffered, self._buffer = 0, -1, bytearray()
         size = layout.regular_size(path)
         if size != entry.bytes:
             raise CorruptFileError(f"{path}: {size} bytes, the manifest says {entry.bytes}. {RESTORE}")
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            os.close(self._descriptor)
-            raise CorruptFileError(f"{path}: replaced while it was opened. {RESTORE}")
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        self._held, self._buffer = -1, bytearray()
+        self._buffered, self._buffer = -1, bytearray()
         os.close(self._descriptor)
 
     def seek(self, position: int) -> None:
         self._position = position
 
     def read(self, count: int) -> bytes:
-        """At most `count` bytes, not compared: for the header, which names damage better than a digest."""
+        """Read at most `count` bytes, not verified: a damaged header is reported better than its digest."""
         content = os.pread(self._descriptor, count, self._position)
         self._position += len(content)
         return content
 
     def readinto(self, target: memoryview) -> int:
         """Fill `target` as far as the file goes. Raises CorruptFileError for a block that is damaged."""
-        count, done = max(0, min(len(target), self.size - self._position)), 0
-        while done < count:
-            number, begin = divmod(self._position + done, layout.DIGEST_BLOCK)
+        count, copied = max(0, min(len(target), self.size - self._position)), 0
+        while copied < count:
+            number, begin = divmod(self._position + copied, layout.DIGEST_BLOCK)
             block = self._fetch(number)[begin:]
-            piece = min(len(block), count - done)
-            target[done : done + piece] = block[:piece]
-            done += piece
-        self._position += done
-        return done
+            piece = min(len(block), count - copied)
+            target[copied : copied + piece] = block[:piece]
+            copied += piece
+        self._position += copied
+        return copied
 
     def check_all(self, progress: Progress = lambda count: None) -> None:
         """Compare every block that no read has compared. Raises CorruptFileError."""
@@ -89,29 +82,29 @@ class CheckedFile(AbstractContextManager["CheckedFile"]):
                 progress(len(self._fetch(number)))
 
     def _fetch(self, number: int) -> memoryview:
-        """A block, from memory if it was the last one."""
+        """Return a block, verified; from memory if it is the last one that was read."""
         begin = number * layout.DIGEST_BLOCK
         size = min(layout.DIGEST_BLOCK, self.size - begin)
         if len(self._buffer) < size:
-            self._buffer, self._held = bytearray(size), -1
+            self._buffer, self._buffered = bytearray(size), -1
         view = memoryview(self._buffer)[:size]
-        if self._held != number:
-            self._held, done = -1, 0
-            while done < size and (count := os.preadv(self._descriptor, [view[done:]], begin + done)):
-                done += count
-            digest, expected = digest_name(xxhash.xxh3_128(view[:done])), self._blocks[number]
-            if done < size or digest != expected:
+        if self._buffered != number:
+            self._buffered, filled = -1, 0
+            while filled < size and (count := os.preadv(self._descriptor, [view[filled:]], begin + filled)):
+                filled += count
+            digest, expected = digest_name(xxhash.xxh3_128(view[:filled])), self._blocks[number]
+            if filled < size or digest != expected:
                 raise CorruptFileError(
                     f"{self.name}: damaged, digest {digest} from byte {begin} on, not {expected}. {RESTORE}"
                 )
-            self._held = number
+            self._buffered = number
             self.checked.add(number)
         return view
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The part `region` of the stored `chunk` of tensor `name` goes into `target`, a view of that shape."""
+    """A read of `region` of tensor `name`, within its stored `chunk`, into `target`, a view of that shape."""
 
     name: str
     dtype: torch.dtype
@@ -120,14 +113,14 @@ class Reading:
     target: Tensor
 
 
-def plan_reading(manifest: Manifest, wanted: Mapping[str, TensorShard]) -> dict[str, list[Reading]]:
-    """Return what to read of each file. The chunks tile each tensor, so every wanted element is read once."""
+def plan_reading(manifest: Manifest, shards: Mapping[str, TensorShard]) -> dict[str, list[Reading]]:
+    """Return the reads of each file. The chunks tile each tensor, so every element is read once."""
     readings: defaultdict[str, list[Reading]] = defaultdict(list)
-    for name, shard in wanted.items():
+    for name, shard in shards.items():
         if name not in manifest.tensors or not shard.tensor.numel():
             continue
         entry = manifest.tensors[name]
-        for chunk in entry.overlapping(shard.region):
+        for chunk in Chunks.of(entry.chunks, len(entry.shape)).overlapping(shard.region):
             if region := shard.region.intersect(chunk.region):
                 target = shard.tensor.detach()[region.within(shard.region)]
                 readings[chunk.file].append(Reading(name, entry.dtype, chunk.region, region, target))
@@ -152,13 +145,13 @@ class Reader(AbstractContextManager["Reader"]):
             self._open = None
 
     def header(self, file: str) -> dict[str, Stored]:
-        """The tensors of a file, every offset checked against its size, and its save id against ours."""
+        """Return the tensors of a file: see `read_header`."""
         if file not in self._headers:
             self._headers[file] = read_header(self._file(file), self.manifest.save_id)
         return self._headers[file]
 
     def check(self, file: str, readings: Iterable[Reading] = ()) -> None:
-        """Check size, save id and header of a file, and that it holds what will be read; no tensor is."""
+        """Check size, save id and header of a file, and that it holds the tensors of `readings`."""
         stored = self.header(file)
         for part in readings:
             if part.name not in stored or stored[part.name][:2] != (part.dtype, part.chunk.size):
@@ -167,17 +160,17 @@ class Reader(AbstractContextManager["Reader"]):
                 )
 
     def copy(self, file: str, readings: Iterable[Reading]) -> None:
-        """Fill the targets of some readings of a file, in the order of the file."""
+        """Fill the targets of readings of a file, in the order of the file."""
         stored = self.header(file)
         for part in sorted(readings, key=lambda part: stored[part.name].begin):
             copy_region(self._file(file), stored[part.name], part.region, part.chunk, part.target)
 
-    def check_all(self, file: str, progress: Progress = lambda count: None) -> None:
+    def check_all(self, file: str) -> None:
         """Compare every block of a file that no `copy` has compared, with its digest."""
-        self._file(file).check_all(progress)
+        self._file(file).check_all()
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements, on CPU, of the stored dtype."""
+        """Return the elements of `region`, on the CPU, in the stored dtype."""
         entry = self.manifest.tensors[name]
         target = torch.empty(region.size, dtype=entry.dtype)
         planned = plan_reading(self.manifest, {name: TensorShard(target, entry.shape, region.offset)})
@@ -196,9 +189,9 @@ class Reader(AbstractContextManager["Reader"]):
 
 
 def read_header(f: CheckedFile, save_id: str) -> dict[str, Stored]:
-    """The tensors of an open shard file, every offset checked against its size.
+    """Return the tensors of an open shard file, every offset checked against its size.
 
-    Raises CorruptFileError when it is not safetensors, or of another save.
+    Raises CorruptFileError if it is not safetensors, or of another save.
     """
     f.seek(0)
     metadata, stored = parse_header(f.read, Path(f.name), f.size, RESTORE)
@@ -213,8 +206,8 @@ def copy_region(
     """Copy the part `region` of a stored `chunk` (both in global coordinates) into `target`, in place.
 
     `target` has the shape of `region`, any device and strides, and the stored dtype or another floating
-    one. Reads whole rows of dim 0, at most BLOCK bytes (or one row) at a time. Raises CorruptFileError when
-    the file ends early, UserError when a finite number would become infinite in the dtype of `target`.
+    one. Reads full rows of dim 0, at most BLOCK bytes (or one row) at a time. Raises CorruptFileError if the
+    file ends early, UserError if a finite number would become infinite in the dtype of `target`.
     """
     columns = region.within(chunk)
     rows, tail = columns[0] if columns else slice(0, 1), stored.shape[1:]

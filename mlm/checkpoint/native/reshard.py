@@ -1,7 +1,7 @@
-"""A checkpoint for another layout, in one process and the memory of a tensor.
+"""Resharding of a checkpoint to another layout, in one process and the memory of one tensor.
 
 No model is built: the manifest holds the split of every tensor. The output is a function of the saved state
-and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
+and the target layout alone, so resharding 1 -> 2 -> 4 gives the same bytes as 1 -> 4.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class ReshardPlan:
     """Pipeline rank of each layer, and of "first" and "last"."""
     state: Mapping[str, JSON]
     reads: Mapping[str, str]
-    """Stored name of a tensor that is written under another."""
+    """Name of a tensor to write -> its stored name, where they differ."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,10 +45,10 @@ def plan_reshard(
     weights_only: bool,
     average: bool = False,
 ) -> ReshardPlan:
-    """Return the tensors and the state to write: the first save that all comes from, and the new layout.
+    """Return the tensors and state to write; the state records the original save and the new layout.
 
-    An `average` of the weights takes their place, alone. Raises CorruptFileError for a tensor without a split
-    that fits the model, UserError where there is no average.
+    With `average`, the averaged weights replace the weights and nothing else is written. Raises
+    CorruptFileError for a tensor without a split that fits the model, UserError without an average.
     """
     weights_only |= average
     tensors, state, reads = {}, dict(manifest.state), dict[str, str]()
@@ -77,15 +77,12 @@ def plan_reshard(
 
 
 def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -> Path:
-    """Write `root/step-…` and return it.
-
-    Its save id is a function of the save that all comes from, the layout, and which tensors it holds.
-    """
+    """Write `root/step-…` and return it. Its save id derives from origin, layout and tensors."""
     content = {"reshard": plan.state["reshard"], "weights_only": plan.state.get("weights_only", False)}
     content |= {"average": True} if plan.reads else {}
     with Reader(plan.source, plan.manifest) as reader:
 
-        def read(name: str, piece: Region) -> Tensor:
+        def read_region(name: str, piece: Region) -> Tensor:
             with reading_from(plan.source, RESTORE):
                 return reader.read(plan.reads.get(name, name), piece)
 
@@ -93,7 +90,7 @@ def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -
             root,
             plan.manifest.step,
             plan.tensors,
-            read,
+            read_region,
             save_id=derived_id(content),
             state=plan.state,
             tp=tp,

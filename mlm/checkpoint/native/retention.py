@@ -1,4 +1,4 @@
-"""Retention and rollback: which checkpoints of a run are good, kept, deleted, and continued from."""
+"""Retention and rollback: the checkpoints of a run to keep, to delete, and to continue from."""
 
 import logging
 import os
@@ -31,17 +31,17 @@ from mlm.util.files import fsync_directory
 log = logging.getLogger(__name__)
 
 Moves = list[tuple[Path, Path]]
-"""Paths of checkpoints before and after they were renamed."""
+"""(old path, new path) of renamed checkpoints."""
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> None:
     """Delete old checkpoints after a save. Never raises: a leftover does not fail a save."""
     try:
-        old = outdated(root, keep_last=keep_last, keep_every=keep_every, since=since)
+        outdated_paths = outdated(root, keep_last=keep_last, keep_every=keep_every, since=since)
     except CheckpointError as e:
         log.warning("old checkpoints were not pruned: %s", e)
         return
-    for path in old:
+    for path in outdated_paths:
         discard(path)
 
 
@@ -53,38 +53,37 @@ def outdated(
     since: int | None = None,
     problem_of: Callable[[Path], str | None] = checkpoint_problem,
 ) -> list[Path]:
-    """The checkpoints that retention deletes, oldest first.
+    """Return the checkpoints that retention deletes, oldest first.
 
-    Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
-    (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
-    A damaged one never counts as kept: it is deleted when `keep_last` good ones are newer, so where none is
-    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is as in `checkpoint_doubt`;
-    `problem_of` is asked of those that would be kept and counted, the newest first, until enough are whole.
-    Raises CheckpointError when `root` cannot be read.
+    A checkpoint is good if it is whole and not doubtful. Kept: the `keep_last` newest good ones, at least
+    one, and everything newer; as many doubtful ones; multiples of `keep_every` (0: none); the one `latest`
+    names, and newer ones. A damaged checkpoint never counts: it is deleted if `keep_last` good ones are
+    newer, so without good ones nothing is deleted. `since` is as in `checkpoint_doubt`; `problem_of` is
+    called for checkpoints that would count, the newest first, until enough are whole. Raises CheckpointError
+    if `root` cannot be read.
     """
-    named, old, paths = latest_name(root), list[Path](), candidates(root)
-    most, good, doubtful, since = max(keep_last, 1), 0, 0, _first_doubt(paths, since)
+    latest, outdated_paths, paths = latest_name(root), list[Path](), candidates(root)
+    least_kept, good, doubtful, since = max(keep_last, 1), 0, 0, _first_doubt(paths, since)
     for path in paths:
-        if good < most:
+        if good < least_kept:
             if checkpoint_doubt(path, since) is None:
                 good += problem_of(path) is None
                 continue
             doubtful += 1
-            if doubtful <= most:
+            if doubtful <= least_kept:
                 continue
-        if (keep_every and step_of(path) % keep_every == 0) or step_directory_name(path) == named:
+        if (keep_every and step_of(path) % keep_every == 0) or step_directory_name(path) == latest:
             continue
         with suppress(OSError):
             if foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                old.append(path)
-    return old[::-1]
+                outdated_paths.append(path)
+    return outdated_paths[::-1]
 
 
 def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
-    """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so.
+    """Return why a checkpoint may be of a run that has gone wrong; None if nothing in its manifest says so.
 
-    `since` is the first of the run's steps that have gone wrong, if it has: the weights before it are
-    doubtful too.
+    `since` is the first step of the run that has gone wrong, if any; the weights before it are doubtful too.
     """
     if since is not None and step_of(directory) >= since - 1:
         return f"the run has gone wrong since step {since}"
@@ -103,18 +102,18 @@ def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
 def newest_good(
     root: Path, since: int | None = None, problem_of: Callable[[Path], str | None] = checkpoint_problem
 ) -> Path | None:
-    """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
+    """Return the newest checkpoint to continue from that is whole and not doubtful; None without one.
 
-    Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped, if only for
-    steps that are not finite: they change no weight. Raises CheckpointError when `root` cannot be read.
+    If all are doubtful, but only for steps that are not finite, which change no weight: the newest one before
+    step `since` - 1 whose weights have not jumped. Raises CheckpointError if `root` cannot be read.
     """
-    paths, given = candidates(root), since
+    paths, reported_since = candidates(root), since
     since = _first_doubt(paths, since)
     for path in paths:
         if checkpoint_doubt(path, since) is None and problem_of(path) is None:
             return path
-    before = (path for path in paths if given is None or step_of(path) < given - 1)
-    for path in (path for path in before if problem_of(path) is None):
+    earlier = (path for path in paths if reported_since is None or step_of(path) < reported_since - 1)
+    for path in (path for path in earlier if problem_of(path) is None):
         head = read_manifest_head(path)
         is_unchanged = doubtful_since(head.state) == not_finite_since(head.state)
         if is_unchanged and largest_jump(head.tensors) is None:
@@ -123,9 +122,10 @@ def newest_good(
 
 
 def _first_doubt(paths: Sequence[Path], since: int | None) -> int | None:
-    """The first step that has gone wrong by `since` or by the newest checkpoint; None if neither says so.
+    """Return the first step that has gone wrong by `since` or by the newest checkpoint; None for neither.
 
-    Steps that are not finite change no weight: where they are all that it tells, older ones may be good.
+    The newest checkpoint does not count if all it records are steps that are not finite: they change no
+    weight, so older checkpoints may be good.
     """
     steps = [since]
     with suppress(UserError, OSError):
@@ -143,10 +143,10 @@ def choose_step(
     setting: str = "step",
     location: str | None = None,
 ) -> int:
-    """Return the step to move to: the one asked for by `setting`, or the newest good one.
+    """Return the step to move to: `step`, which the user set by `setting`, or the newest good one.
 
-    A warning says what is newer and passed over. `since` and `problem_of` are as in `newest_good`; `location`
-    is `root` for messages. Raises UserError, CorruptFileError.
+    Warnings name newer checkpoints that are passed over. `since` and `problem_of` are as in `newest_good`;
+    `location` is `root` for messages. Raises UserError, CorruptFileError.
     """
     paths, location = reachable(root), location or str(root)
     if step is None:
@@ -157,8 +157,8 @@ def choose_step(
             )
         for path in candidates(root):
             if step_of(path) > step_of(good):
-                why = problem_of(path) or str(checkpoint_doubt(path, since))
-                log.warning("%s is passed over: %s", path.name, why.replace(str(root), location))
+                reason = problem_of(path) or str(checkpoint_doubt(path, since))
+                log.warning("%s is passed over: %s", path.name, reason.replace(str(root), location))
         return step_of(good)
     if step not in paths:
         raise UserError(
@@ -172,9 +172,9 @@ def choose_step(
 
 
 def reachable(root: Path) -> dict[int, Path]:
-    """Checkpoints by step that `latest` can be moved to: those in their place, and its set aside descendants.
+    """Return the checkpoints that `latest` can be moved to, by step: all in place, and descendants set aside.
 
-    Raises OSError, and CheckpointError when `root` cannot be read.
+    Raises OSError, and CheckpointError if `root` cannot be read.
     """
     present, name = checkpoints(root), latest_name(root)
     head = next((path for path in present.values() if step_directory_name(path) == name), None)
@@ -182,31 +182,33 @@ def reachable(root: Path) -> dict[int, Path]:
 
 
 def move_latest(root: Path, step: int) -> Moves:
-    """Point `latest` at a reachable step, with its ancestors in their place and what is newer set aside.
+    """Point `latest` at a reachable step, with its ancestors in place and newer checkpoints set aside.
 
-    A kill at any instant leaves a `latest` that can be loaded; the same call then does the rest. Raises
-    OSError and what reading the manifest of `step` raises.
+    A kill at any instant leaves a `latest` that can be loaded; the same call then completes the move. Raises
+    OSError, and as `read_manifest` does.
     """
     clear_up(root)
     paths = reachable(root)
-    past, restored, newer = ancestors_of(paths[step]), Moves(), Moves()
-    for other, path in paths.items():
-        in_place = path.name == step_name(other)
-        if other > step and in_place:
-            newer.append((path, free_name(root, other)))
-        elif not in_place and (other == step or Save(other, read_manifest_head(path).save_id) in past):
-            restored.append((path, root / step_name(other)))
-    for before, after in restored:
-        os.rename(before, after)
+    ancestors, restored, newer = ancestors_of(paths[step]), Moves(), Moves()
+    for other_step, path in paths.items():
+        in_place = path.name == step_name(other_step)
+        if other_step > step and in_place:
+            newer.append((path, free_name(root, other_step)))
+        elif not in_place and (
+            other_step == step or Save(other_step, read_manifest_head(path).save_id) in ancestors
+        ):
+            restored.append((path, root / step_name(other_step)))
+    for old_path, new_path in restored:
+        os.rename(old_path, new_path)
     point_latest(root, step)
-    for before, after in newer:
-        os.rename(before, after)
+    for old_path, new_path in newer:
+        os.rename(old_path, new_path)
     fsync_directory(root)
     return restored + newer
 
 
 def step_list(paths: dict[int, Path]) -> str:
-    """Return steps, those set aside marked."""
+    """Return the steps for a message, marked if set aside."""
     return ", ".join(
         f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in paths.items()
     )

@@ -1,4 +1,4 @@
-"""Keys of a checkpoint's `state`: counters, descent, tokenizer. Nothing is believed unchecked."""
+"""Keys of a checkpoint's `state`: counters, lineage, tokenizer; all are validated."""
 
 import math
 import os
@@ -17,31 +17,31 @@ RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 FINETUNING = "finetuning"
 """Key of the state of a finetuning run."""
 INCIDENTS = "incidents"
-"""Key of what a run remembers of its incidents, which decides on later ones."""
+"""Key of a run's incidents, on which later decisions depend."""
 VALIDATION_DUE = "validation_due"
-"""Key that is there where a stop cut the validation short: the run that continues validates first. Its value
-is false where only what observers do after a validation is left."""
+"""Key set if a stop interrupted a validation: the resumed run validates first. False if only the observers'
+work after the validation remains."""
 BEST_VALIDATION = "best_validation"
 """Key of a run's lowest validation loss, and of the validations since."""
 EMA = "ema_updates"
-"""Key of the number of updates that are in the average of the weights."""
+"""Key of the number of updates in the average of the weights."""
 NOT_FINITE_SINCE = "not_finite_since"
-"""Key of a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
+"""Key in a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
 DOUBTFUL_SINCE = "doubtful_since"
-"""The same of steps that are not finite, whose loss is far above the best, or whose replicas differ."""
+"""Same for steps that are not finite, whose loss is far above the best, or whose replicas differ."""
 LORA = "lora"
-"""Key of the base that the adapters in a checkpoint belong to: its name and digest."""
+"""Key of the name and digest of the base that the adapters in a checkpoint belong to."""
 LINEAGE = "lineage"
 """Key of the saves that a checkpoint descends from."""
 TOKENIZER = "tokenizer"
 """Key of the tokenizer that a checkpoint was trained with."""
 TOKENIZER_FILE = "tokenizer.json"
-"""It lies in the run directory, next to the folder of checkpoints."""
+"""File in the run directory, next to the folder of checkpoints."""
 MAX_COUNT = 1 << 62  # steps, samples
 MAX_SCALER_COUNT = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
 SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 MAX_ANCESTORS = 1000
-"""Saves of the past that a checkpoint names, the newest ones."""
+"""Most recent ancestors that a checkpoint records."""
 
 
 def is_weights_only(state: Mapping[str, Any]) -> bool:
@@ -95,14 +95,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The past of a checkpoint."""
+    """Ancestors of a checkpoint."""
 
     ancestors: tuple[Save, ...] = ()
-    """Saves it descends from, the oldest first: the last one is its parent."""
+    """Saves it descends from, the oldest first; the last one is its parent."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Lineage":
-        """The lineage in a checkpoint's state; empty for one that no training run saved."""
+        """Read the lineage in a checkpoint's state; empty if no training run saved it."""
         try:
             saves = [Save(step, save_id) for step, save_id in state[LINEAGE]["ancestors"]]
             is_valid = all(type(save.step) is int and SAVE_ID.fullmatch(save.save_id) for save in saves)
@@ -113,26 +113,26 @@ class Lineage:
     def encode(self) -> dict[str, Any]:
         return {"ancestors": [[save.step, save.save_id] for save in self.ancestors]}
 
-    def after(self, save: Save) -> tuple[Save, ...]:
-        """The ancestors of the next checkpoint, when this one was saved as `save`."""
+    def next_ancestors(self, save: Save) -> tuple[Save, ...]:
+        """Return the ancestors of the next checkpoint if this one was saved as `save`."""
         return (*self.ancestors, save)[-MAX_ANCESTORS:]
 
 
 @dataclass(frozen=True)
 class TokenizerDigest:
-    """A tokenizer as a checkpoint knows it."""
+    """Identity of the tokenizer that a checkpoint was trained with."""
 
     digest: str
     """Digest of tokenizer.json."""
     vocabulary: str | None = None
-    """Digest of its tokens, ids and merges: the same for another file that spells the same vocabulary."""
+    """Digest of its tokens, ids and merges: equal for another file with the same vocabulary."""
     eod_id: int | None = None
-    """The token that ends a document in what was trained on, which the file does not tell."""
+    """End-of-document token of the training data, which the file does not record."""
     bos_id: int | None = None
-    """The token that begins a sequence; None if there is none, or it is not recorded."""
+    """Token that begins a sequence; None without one, or if not recorded."""
 
     def is_same(self, other: "TokenizerDigest") -> bool:
-        """True if both turn text into the same tokens, as far as the digests tell."""
+        """True if both encode text alike, by their digests."""
         return self.digest == other.digest or (
             self.vocabulary is not None and self.vocabulary == other.vocabulary
         )
@@ -142,7 +142,7 @@ class TokenizerDigest:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
-        """Entry of a checkpoint's state; None for one without a tokenizer."""
+        """Read the entry in a checkpoint's state; None without a tokenizer."""
         entry = state.get(TOKENIZER)
         digest, vocabulary, *ids = (
             entry.get(key) if isinstance(entry, dict) else None
@@ -150,26 +150,28 @@ class TokenizerDigest:
         )
         if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
             return None
-        known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
-        return cls(digest, vocabulary if known else None, *(id if type(id) is int else None for id in ids))
+        has_vocabulary = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
+        return cls(
+            digest, vocabulary if has_vocabulary else None, *(id if type(id) is int else None for id in ids)
+        )
 
 
 def tokenizer_path(directory: Path) -> Path:
-    """tokenizer.json of the run whose checkpoint the step-… `directory` is."""
+    """Return the path of tokenizer.json for a step-… `directory` of a run."""
     return directory.parent.parent / TOKENIZER_FILE
 
 
 def check_run_tokenizer(directory: Path, state: Mapping[str, Any]) -> None:
-    """Raise CorruptFileError if tokenizer.json is no file, or not the one the checkpoint was trained with."""
-    known, path = TokenizerDigest.of(state), tokenizer_path(directory)
+    """Raise CorruptFileError if tokenizer.json is not a file, or differs from the checkpoint's tokenizer."""
+    recorded, path = TokenizerDigest.of(state), tokenizer_path(directory)
     if os.path.lexists(path) and not path.is_file():
         raise CorruptFileError(f"{path}: is {file_type_name(path)}, no regular file. {RESTORE}")
-    if known is None or not path.is_file():
+    if recorded is None or not path.is_file():
         return
     with reading_from(path, READABLE):
         digest = digest_file(path)
-    if digest != known.digest:
+    if digest != recorded.digest:
         raise CorruptFileError(
             f"{path}: damaged or replaced, digest {digest}, {directory.name} was trained with "
-            f"{known.digest}. {RESTORE}"
+            f"{recorded.digest}. {RESTORE}"
         )

@@ -1,6 +1,6 @@
 """Save and load checkpoints atomically: any layout writes, any layout reads.
 
-All ranks call together, and all raise what one finds wrong. The guide Checkpoints specifies the format.
+All ranks call together, and an error of one is raised on all. The guide Checkpoints specifies the format.
 """
 
 import errno
@@ -90,18 +90,18 @@ def save_checkpoint(
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
-    Collective over `ranks`. Over all of them, `shards` must hold each element of each tensor exactly once: a
-    replicated one is passed by one of its owners. `state` is taken from rank 0. Returns the new directory. A
-    kill at any instant leaves the previous checkpoint intact. `staged` holds a copy of `shards` filled under
-    `save_id`, the same on all ranks: it is written, and of `shards` only the shapes count. `wrong_since` is
-    asked on rank 0 when all is written: the `since` of `prune`.
+    Collective over `ranks`. Over all ranks, `shards` must hold each element of each tensor exactly once: one
+    owner passes a replicated tensor. `state` is rank 0's. Returns the new directory. A kill at any instant
+    leaves the previous checkpoint intact. With `staged`, a copy of `shards` filled under `save_id` (the same
+    on all ranks), the copy is written, and `shards` gives only the shapes. `wrong_since` is called on rank 0
+    after the write; it returns the `since` of `prune`.
 
-    Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
-    do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a
-    rank does not take part.
+    Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards do not tile
+    their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a rank does not
+    take part.
     """
     explain = _save_explainer(root, ranks.rank)
-    assert staged is None or save_id is not None, "what is staged carries its save id"
+    assert staged is None or save_id is not None, "a staged file carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
 
@@ -115,10 +115,12 @@ def save_checkpoint(
     try:
         declare = partial(declare_shards, shards, step, main_step)
         declared = ranks.gather_bytes(ranks.together(declare, explain))
-        # Before a byte is written: what would not load is not worth a disk full of it.
+        # Checked before a byte is written: a checkpoint that would not load may fill the disk.
         tensors = ranks.together(prepare, explain)
-        written = ranks.together(lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain)
-        parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(written)) if entry}
+        shard_entry = ranks.together(
+            lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain
+        )
+        parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(shard_entry)) if entry}
         files = {name: file_entry(entry) for name, entry in parts.items()}
 
         def complete() -> None:
@@ -138,7 +140,7 @@ def save_checkpoint(
 
 
 def _norms_before(root: Path) -> Mapping[str, float | None]:
-    """Norms in the checkpoint that `latest` names, or before its weights jumped; empty if unreadable."""
+    """Return norms in the checkpoint that `latest` names, or before its weights jumped; {} if unreadable."""
     try:
         tensors = read_manifest_head(root / (latest_name(root) or "")).tensors
     except (UserError, OSError):
@@ -147,13 +149,13 @@ def _norms_before(root: Path) -> Mapping[str, float | None]:
     return {name: entry.norm_before if jumped else entry.norm for name, entry in tensors.items()}
 
 
-def file_entry(written: JSON) -> FileEntry:
-    size, digest, blocks, _ = written
+def file_entry(shard_entry: JSON) -> FileEntry:
+    size, digest, blocks, _ = shard_entry
     return FileEntry(size, digest, tuple(blocks))
 
 
 def stored_tensors(shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
-    """Return the shards of a rank that are written: those that hold an element."""
+    """Return the tensors of a rank's shards that hold an element; others are not written."""
     return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
 
 
@@ -164,27 +166,27 @@ def write_shards(
     save_id: str,
     staged: StagedFile | None = None,
 ) -> list[JSON] | None:
-    """Write this rank's file; return its [bytes, digest, block digests, norms], None without any element."""
+    """Write this rank's file; return [bytes, digest, block digests, norms], None without any element."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
     entry = staged.write(path) if staged else write_shard_file(path, tensors, save_id)
-    written = (staged.tensors if staged else tensors).items()
-    norms = {name: norm(x) for name, x in written if x.dtype.is_floating_point}
+    saved = (staged.tensors if staged else tensors).items()
+    norms = {name: norm(x) for name, x in saved if x.dtype.is_floating_point}
     return [entry.bytes, entry.digest, entry.blocks, norms]
 
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
-    """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`.
+    """Add the manifest to a directory of shards, and make it the latest checkpoint of `root`.
 
-    Raises NotFiniteError for a state that is not finite.
+    Raises NotFiniteError for a tensor that is not finite.
     """
     norms = [(name, entry.norm) for name, entry in manifest.tensors.items() if entry.norm is not None]
     if not_finite := [name for name, norm in norms if math.isnan(norm)]:
         name = min(not_finite, key=lambda name: not name.startswith("model."))  # weights first
-        what = "weights" if name.startswith("model.") else "optimizer state"
+        noun = "weights" if name.startswith("model.") else "optimizer state"
         raise NotFiniteError(
-            f"step {manifest.step}: not saved: {what} not finite: {name}; no checkpoint was replaced or "
+            f"step {manifest.step}: not saved: {noun} not finite: {name}; no checkpoint was replaced or "
             "deleted"
         )
     write_manifest(staging, manifest)
@@ -199,9 +201,9 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
 
 
 def _save_explainer(root: Path, rank: int) -> Callable[[Exception], UserError]:
-    """Return what turns the error of a save into a line that names the checkpoint from before it."""
+    """Return a function that converts an error of a save to one that names the previous checkpoint."""
     previous = None
-    with suppress(CheckpointError):  # where none can be read, none is intact
+    with suppress(CheckpointError):  # an unreadable folder holds no intact checkpoint
         previous = next(map(step_directory_name, candidates(root)), None)
 
     def explain(error: Exception) -> UserError:
@@ -209,55 +211,54 @@ def _save_explainer(root: Path, rank: int) -> Callable[[Exception], UserError]:
         if isinstance(error, OSError) and error.errno:
             path, cause, number = error.filename or root, str(error.strerror), error.errno
         remedy = REMEDIES.get(number, "Fix it, or set out=… to another directory")
-        there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
-        kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
-        return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
+        exists = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
+        note = f"the previous checkpoint {previous} is intact" if exists else "there is no earlier checkpoint"
+        return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {note}")
 
     return explain
 
 
 def load_checkpoint(
     path: Path,
-    wanted: Mapping[str, TensorShard],
+    shards: Mapping[str, TensorShard],
     *,
     ranks: Ranks = ONE_RANK,
     allow_extra: Callable[[str], bool] | None = None,
     cast: bool = False,
     config: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
+    """Fill the tensors of `shards` in place from a checkpoint directory written at any layout.
 
-    Collective over `ranks`. Before a tensor is touched, size, save id and header of every file, names,
-    shapes, dtypes and coverage are checked. Every byte is compared with its digest: those that are used, on
-    the way into the tensors; the others of each file by one rank.
+    Collective over `ranks`. Size, save id and header of every file, names, shapes, dtypes and coverage are
+    checked before any tensor changes. Every byte is compared with its digest: used blocks on the way into the
+    tensors, the other blocks of each file by one rank.
 
-    A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`, and a wanted one that
-    it lacks always. `cast` converts between floating dtypes. `config` is this run's, for messages.
+    A tensor in the checkpoint that no rank requests is rejected unless `allow_extra(name)`; a requested one
+    that is missing always. `cast` converts between floating dtypes. `config` is this run's, for messages.
 
-    Raises on every rank alike: UserError when the checkpoint is of another model or precision,
-    CorruptFileError when a file is damaged, CheckpointError when one cannot be read, LostPeer if a rank does
-    not take part. A damaged block, a disk that fails while it is read, or a cast that overflows leaves some
-    tensors filled.
+    Raises on every rank alike: UserError if the checkpoint is of another model or precision, CorruptFileError
+    if a file is damaged, CheckpointError if one cannot be read, LostPeer if a rank does not take part. A
+    damaged block, a failing disk or a cast that overflows leaves some tensors filled.
     """
     path = Path(path)
 
     def explain(error: Exception) -> UserError:
-        why = f"{path}: could not be loaded (rank {ranks.rank}): {type(error).__name__}: {error}"
+        message = f"{path}: could not be loaded (rank {ranks.rank}): {type(error).__name__}: {error}"
         if isinstance(error, OSError):
-            where = error.filename or path
-            why = f"{where}: cannot be read (rank {ranks.rank}): {error.strerror}. {RESTORE}"
-        return CheckpointError(why)
+            location = error.filename or path
+            message = f"{location}: cannot be read (rank {ranks.rank}): {error.strerror}. {RESTORE}"
+        return CheckpointError(message)
 
     manifest = ranks.together(lambda: read_manifest(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
-    claimed = ranks.any_of([name in wanted for name in manifest.tensors])
-    extra = [name for name, someone in zip(manifest.tensors, claimed, strict=True) if not someone]
-    unwanted = [name for name in extra if not (allow_extra and allow_extra(name))]
+    is_requested = ranks.any_of([name in shards for name in manifest.tensors])
+    extra = [name for name, requested in zip(manifest.tensors, is_requested, strict=True) if not requested]
+    unexpected = [name for name in extra if not (allow_extra and allow_extra(name))]
 
     def plan() -> dict[str, list[Reading]]:
-        _check_fit(path, manifest, wanted, unwanted, cast, config or {})
-        return plan_reading(manifest, wanted)
+        _check_fit(path, manifest, shards, unexpected, cast, config or {})
+        return plan_reading(manifest, shards)
 
     readings = ranks.together(plan, explain)
     share = sorted(manifest.files)[ranks.rank :: ranks.world_size]
@@ -281,13 +282,13 @@ def load_checkpoint(
 def _check_fit(
     path: Path,
     manifest: Manifest,
-    wanted: Mapping[str, TensorShard],
-    unwanted: list[str],
+    shards: Mapping[str, TensorShard],
+    unexpected: list[str],
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
-    problems, dtypes = [f"{name} is in it, not here" for name in unwanted], list[str]()
-    for name, shard in wanted.items():
+    problems, dtypes = [f"{name} is in it, not here" for name in unexpected], list[str]()
+    for name, shard in shards.items():
         entry, dtype = manifest.tensors.get(name), shard.tensor.dtype
         if entry is None:
             problems.append(f"{name} is not in it")
@@ -297,9 +298,9 @@ def _check_fit(
             cast and dtype.is_floating_point and entry.dtype.is_floating_point
         ):
             dtypes.append(f"{name} is {dtype} here, {entry.dtype} there")
-    what, remedy = "another model", "Set model=… as it was trained, or ckpt=… to another checkpoint"
+    difference, remedy = "another model", "Set model=… as it was trained, or ckpt=… to another checkpoint"
     if not problems:
-        problems, what, remedy = dtypes, "another precision", "Set precision=… as it was trained"
+        problems, difference, remedy = dtypes, "another precision", "Set precision=… as it was trained"
     if problems:
         more = f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
         model, saved = config.get("model"), manifest.state.get("config")
@@ -311,4 +312,4 @@ def _check_fit(
                 f"; model.{key} is {model[key]} here, {saved_model[key]} there" for key in keys
             )
         listed = "; ".join(problems[:LISTED])
-        raise UserError(f"{path}: checkpoint of {what}: {listed}{more}{settings}. {remedy}")
+        raise UserError(f"{path}: checkpoint of {difference}: {listed}{more}{settings}. {remedy}")

@@ -1,8 +1,8 @@
-"""One shard file: safetensors, written as a stream, so that memory stays small; and its header, read.
+"""Shard files in safetensors: written as a stream, in small memory, and their headers read.
 
 Layout (https://huggingface.co/docs/safetensors): u64 little-endian header length, JSON header padded with
-spaces to 8 bytes, then the tensors end to end. Ours are ordered by descending element size, so each is
-aligned to its element. `__metadata__` carries the save id.
+spaces to 8 bytes, then the tensors end to end. We order them by descending element size, so that each is
+aligned to its elements. `__metadata__` holds the save id.
 """
 
 import json
@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (saf
 
 
 class Form(NamedTuple):
-    """Dtype and shape of a tensor to write: all that a header needs, before the tensor is there."""
+    """Dtype and shape of a tensor to write, for the header, before its content is available."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor inside a shard file: `begin` is its first byte, counted from the start of the file."""
+    """A tensor in a shard file; `begin` is its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,16 +98,15 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor], save_id: str) ->
 def write_stream(
     path: Path,
     forms: Mapping[str, Form],
-    read: Callable[[str], Tensor],
+    read_tensor: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     progress: Callable[[int], None] = lambda count: None,
 ) -> FileEntry:
-    """Write a new safetensors file and fsync it; `read(name)` gives each tensor when its turn comes.
+    """Write a new safetensors file and fsync it; `read_tensor(name)` returns each tensor when it is written.
 
-    Holds one contiguous CPU copy of one tensor at a time; the digest is of the bytes meant, taken
-    on the way to the disk. `metadata` goes into `__metadata__`; `progress` receives tensor bytes written.
-    Raises OSError naming `path`, ValueError when there are too many tensors for one header, and what `read`
-    raises.
+    Memory holds one contiguous CPU copy of one tensor; digests are computed from memory, not from the file.
+    `metadata` goes into `__metadata__`; `progress` receives the tensor bytes written. Raises OSError naming
+    `path`, ValueError if there are too many tensors for one header, and as `read_tensor` does.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
     ordered = in_order(forms)
@@ -117,8 +116,8 @@ def write_stream(
         with open(path, "xb") as f:
             _append(f, digester, memoryview(header), lambda count: None)
             for name, form in ordered:
-                tensor = read(name)
-                assert Form(tensor.dtype, tuple(tensor.shape)) == form, "not what was announced"
+                tensor = read_tensor(name)
+                assert Form(tensor.dtype, tuple(tensor.shape)) == form, "differs from its header entry"
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 _append(f, digester, flat.view(torch.uint8).numpy().data, progress)
                 del tensor, flat  # before the next one is read
@@ -138,14 +137,14 @@ def _append(f: BinaryIO, digester: Digester, content: memoryview, progress: Call
 
 
 def in_order(tensors: Mapping[str, T]) -> list[tuple[str, T]]:
-    """Names and tensors in the order of a file: descending element size, then by name."""
+    """Sort names and tensors as in a file: descending element size, then by name."""
     return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
 
 
 def header_bytes(
     ordered: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """All that a file holds before the tensors (name, dtype, shape). Raises ValueError if it is too long."""
+    """Return the bytes before the tensors (name, dtype, shape). Raises ValueError if they are too many."""
     header: dict[str, JSON] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in ordered:
@@ -161,22 +160,22 @@ def header_bytes(
 def read_safetensors_header(
     path: Path, remedy: str = RESTORE
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
-    """`__metadata__` and the tensors of any safetensors file, every offset checked against its size.
+    """Return `__metadata__` and the tensors of any safetensors file, every offset checked against its size.
 
-    Raises CorruptFileError, ending in `remedy`, when it is not such a file or holds a dtype we do not know.
+    Raises CorruptFileError, ending in `remedy`, for another file or an unknown dtype.
     """
     with open(path, "rb") as f:
         return parse_header(f.read, path, path.stat().st_size, remedy)
 
 
 def parse_header(
-    read: Callable[[int], bytes], path: Path, size: int, remedy: str
+    read_bytes: Callable[[int], bytes], path: Path, size: int, remedy: str
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
-    """`read_safetensors_header` by what reads an open file from its beginning; `path` is for messages."""
-    length = int.from_bytes(read(8), "little")
+    """Parse a header; `read_bytes` reads an open file from its beginning, `path` is for messages."""
+    length = int.from_bytes(read_bytes(8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
         raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
-    text = read(length)
+    text = read_bytes(length)
     try:
         header, stored, end = parse_json(text), dict[str, Stored](), 0
         metadata = header.pop("__metadata__", {})

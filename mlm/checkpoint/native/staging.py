@@ -1,7 +1,7 @@
 """A shard file in memory: copied while training waits, written while it continues.
 
-It is written past the page cache where the file system lets it (O_DIRECT): training then loses neither
-processor time nor cached data to it.
+Where the file system supports it, writes bypass the page cache (O_DIRECT), which costs training neither
+processor time nor cached data.
 """
 
 import errno
@@ -23,7 +23,7 @@ BLOCK = 1 << 24  # bytes per write: 16 MiB
 
 
 def _lock_pages(address: int, size: int) -> bool:
-    """Tell CUDA that memory stays where it is; False where the system does not allow it."""
+    """Page-lock memory for CUDA; return False if the system does not allow it."""
     try:
         if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
@@ -34,23 +34,23 @@ def _lock_pages(address: int, size: int) -> bool:
 
 
 def _drop_error() -> None:
-    """Take a failed call's error from CUDA, which keeps it for this thread's next kernel to fail by."""
+    """Clear the error of a failed call, which CUDA would raise at this thread's next kernel."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
 class StagedFile:
-    """The shard file of one rank, held in memory that later saves use again."""
+    """The shard file of one rank, in memory that later saves reuse."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._size = 0
-        """Bytes of the file that is staged; 0 when none is."""
+        """Bytes of the staged file; 0 without one."""
         self._failure: Exception | None = None
         self.tensors: dict[str, Tensor] = {}
-        """The copies."""
+        """Copies of the tensors, views of the memory."""
         self._locked: int | None = None
-        """Address of the memory, if CUDA knows it as page-locked."""
+        """Address of the memory if it is page-locked."""
 
     def fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
         """Copy the tensors (any device, any strides), with as many threads as torch has.
@@ -98,13 +98,13 @@ class StagedFile:
         if self._memory is None or len(self._memory) < padded:
             if self._locked is not None:
                 torch.cuda.cudart().cudaHostUnregister(self._locked)
-            self._memory = self._locked = None  # given back before the new one is taken
+            self._memory = self._locked = None  # freed before the new one is allocated
             self._memory = mmap.mmap(-1, padded)  # begins at a page
             with suppress(OSError, AttributeError):  # a kernel without them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             if page_locked:
                 address = np.frombuffer(self._memory, np.uint8).ctypes.data
-                # without it a GPU copies by way of a small buffer, at a fraction of the speed
+                # Without page-locked memory a GPU copies through a small buffer, at a fraction of the speed.
                 self._locked = address if _lock_pages(address, padded) else None
         return np.frombuffer(self._memory, np.uint8, padded)
 
@@ -117,9 +117,9 @@ class StagedFile:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):
                     digester.update(content[start : min(start + BLOCK, size)])
-                    done, end = start, min(start + BLOCK, padded)
-                    while done < end:
-                        done += os.write(descriptor, content[done:end])
+                    position, end = start, min(start + BLOCK, padded)
+                    while position < end:
+                        position += os.write(descriptor, content[position:end])
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
         finally:

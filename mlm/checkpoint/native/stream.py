@@ -1,4 +1,4 @@
-"""Writing a checkpoint in one process, a piece of a tensor at a time: for resharding and imports."""
+"""Writing of a checkpoint in one process, a piece of a tensor at a time, for resharding and imports."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,9 +16,9 @@ from mlm.util.files import digest_bytes, fsync_directory
 
 T = TypeVar("T")
 Pieces = dict[str, dict[str, Region]]
-"""File name → tensor name → the region of the tensor that the file holds."""
+"""File name -> tensor name -> region of the tensor in the file."""
 WriteFile = Callable[[Path, Callable[[], JSON]], JSON]
-"""Call a function that writes a file, unless the file is complete since before; return what it returned."""
+"""Call a function that writes a file, unless the file is already complete; return the function's result."""
 
 
 def write_anew(path: Path, write: Callable[[], JSON]) -> JSON:
@@ -39,7 +39,7 @@ def group_by_size(items: Iterable[T], size: Callable[[T], int], most: int) -> li
 
 
 def derived_id(value: JSON) -> str:
-    """A save id that is a function of what is saved: the same for equal JSON values, in hex."""
+    """Return a save id, in hex, that is a function of a JSON value."""
     return digest_bytes(canonical(value)).removeprefix("xxh3:")
 
 
@@ -47,7 +47,7 @@ def write_streamed(
     root: Path,
     step: int,
     tensors: Mapping[str, TensorEntry],
-    read: Read,
+    read_region: Read,
     *,
     save_id: str,
     state: Mapping[str, JSON],
@@ -56,15 +56,15 @@ def write_streamed(
     progress: Callable[[int], None] = lambda count: None,
     write_file: WriteFile = write_anew,
 ) -> Path:
-    """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time.
+    """Write `root/step-…` as tp * pp ranks would, with one piece of one tensor in memory.
 
-    File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
-    are a function of the arguments alone: `save_id` should be one of content and layout (`derived_id`).
-    `read(name, region)` gives a piece, on CPU, of the tensor's dtype; `progress` receives bytes written.
-    `write_file` writes each shard file, or keeps one that is complete.
+    File number p * tp + t holds the shards of tp rank t of pipeline rank p = stage_rank(split.stage). The
+    bytes are a function of the arguments alone: derive `save_id` from content and layout (`derived_id`).
+    `read_region(name, region)` returns a piece, on the CPU, in the tensor's dtype; `progress` receives bytes
+    written. `write_file` writes each shard file, or keeps a complete one.
 
-    `root` is a new folder, which its caller publishes when all is written: see `new_folder`. Raises OSError,
-    and what `read` raises.
+    `root` is a new folder that the caller publishes at the end: see `new_folder`. Raises OSError, and as
+    `read_region` does.
     """
     pieces, directory = shard_by_file(tensors, tp, stage_rank), root / step_name(step)
     directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_streamed(
         entry = write_stream(
             directory / name,
             {n: Form(tensors[n].dtype, region.size) for n, region in regions.items()},
-            lambda n: read(n, regions[n]),
+            lambda n: read_region(n, regions[n]),
             {"save_id": save_id},
             progress,
         )
@@ -100,7 +100,7 @@ def write_streamed(
 def shard_by_file(
     tensors: Mapping[str, TensorEntry], tp: int, stage_rank: Callable[[int | str], int]
 ) -> Pieces:
-    """Return the content of each file, in the order of the files; empty ones are left out."""
+    """Return the content of each file, in the order of the files, without empty files."""
     pieces: Pieces = {}
     for name, tensor in tensors.items():
         split, first = tensor.split, stage_rank(tensor.split.stage) * tp

@@ -21,49 +21,51 @@ class FileProblem:
     """A damaged, missing or unexpected file."""
 
     word: ClassVar[str] = "damaged"
-    """What a checkpoint with this problem is."""
+    """Adjective for a checkpoint with this problem."""
     remedy: ClassVar[str] = "Restore it from a copy, or delete it"
     file: str
     why: str
 
 
-class Unreadable(FileProblem):
-    """A file that this user or this disk cannot read: nothing is known of its content."""
+class UnreadableFile(FileProblem):
+    """A file that cannot be read, so that its content is unknown."""
 
     word = "not readable"
     remedy = "Ask its owner or the disk's for the right to read it"
 
 
 @dataclass(frozen=True)
-class Verified:
-    """Findings in one step-… directory."""
+class CheckpointVerification:
+    """Result of verifying one step-… directory."""
 
     path: Path
     manifest: Manifest | None
-    """None when it cannot be read."""
+    """None if it cannot be read."""
     problems: tuple[FileProblem, ...]
     loads: bool
-    """True if all that is listed is present, bit for bit; other shards do not affect loading."""
+    """True if every listed file is present, bit for bit; unlisted shards do not affect loading."""
     exact: str | None = None
     """Digest of the tensors of a run with exact=N, the same at every layout (`tensors_digest`)."""
 
     @property
-    def whole(self) -> bool:
-        """True if it holds what was saved, bit for bit, and no other shard."""
+    def is_intact(self) -> bool:
+        """True if every listed file is present, bit for bit, and no other shard."""
         return not self.problems
 
 
-def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda count: None) -> Verified:
+def verify_checkpoint(
+    directory: Path, progress: Callable[[int], None] = lambda count: None
+) -> CheckpointVerification:
     """Find all problems of a step-… directory.
 
     Checks the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), that no
-    other shard is present, and that the run's tokenizer is the one trained with. `progress` receives bytes of
-    files, `shard_bytes` in all. Never raises for what it finds.
+    other shard is present, and the run's tokenizer. `progress` receives bytes of files, `shard_bytes` in all.
+    Problems are returned, not raised.
     """
     try:
         manifest = read_manifest(directory)
     except (UserError, OSError) as error:
-        return Verified(directory, None, (_problem(directory / MANIFEST, error),), loads=False)
+        return CheckpointVerification(directory, None, (_problem(directory / MANIFEST, error),), loads=False)
     problems: list[FileProblem] = []
     forms: dict[str, dict[str, Form]] = {name: {} for name in manifest.files}
     for name, tensor in manifest.tensors.items():
@@ -95,7 +97,7 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     config = manifest.state.get("config")
     is_exact = loads and isinstance(config, dict) and bool(config.get("exact"))
     digest = tensors_digest(directory, manifest) if is_exact else None
-    return Verified(directory, manifest, tuple(problems), loads, digest)
+    return CheckpointVerification(directory, manifest, tuple(problems), loads, digest)
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
@@ -103,13 +105,13 @@ def check_whole(directory: Path, progress: Callable[[int], None] = lambda count:
     verified = verify_checkpoint(directory, progress)
     if not verified.loads:
         problem = verified.problems[0]
-        if isinstance(problem, Unreadable):
+        if isinstance(problem, UnreadableFile):
             raise CheckpointError(f"{directory / problem.file}: {problem.why}. {READABLE}")
         raise CorruptFileError(f"{directory / problem.file}: {problem.why}. {RESTORE}")
 
 
 def shard_bytes(directory: Path) -> int:
-    """Return the bytes of the shard files, listed or not; 0 if they cannot be looked at."""
+    """Return the bytes of the shard files, listed or not; 0 if the directory cannot be read."""
     try:
         return sum(path.lstat().st_size for path in directory.glob("*.safetensors"))
     except OSError:
@@ -117,11 +119,11 @@ def shard_bytes(directory: Path) -> int:
 
 
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:
-    """Return an error about `path` without its path and remedy, which are reported once for all."""
+    """Convert an error about `path`, without path and remedy, which are reported once for all problems."""
     if isinstance(error, OSError):
-        return Unreadable(path.name, f"cannot be read: {error.strerror}")
-    why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
-    return FileProblem(path.name, why)
+        return UnreadableFile(path.name, f"cannot be read: {error.strerror}")
+    reason = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
+    return FileProblem(path.name, reason)
 
 
 def content_problem(path: Path) -> str | None:

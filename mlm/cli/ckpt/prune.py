@@ -34,12 +34,12 @@ def run(config: CkptPruneConfig) -> None:
     rows = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
         outcome = "not deleted" if item.path in left else done if item.is_outdated else "kept"
-        add_row(rows, item.path.name, format_bytes(item.bytes), outcome, item.what)
+        add_row(rows, item.path.name, format_bytes(item.bytes), outcome, item.description)
     out = console()
     out.print(rows)
     freed = sum(item.bytes for item in items if item.is_outdated and item.path not in left)
     out.print(f"{format_bytes(freed)} {'would be ' if config.dry_run else ''}freed")
-    damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
+    damaged = [item for item in items if item.description.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
     if left:

@@ -11,7 +11,12 @@ from mlm.checkpoint.native.folders import (
     pointer_problem,
 )
 from mlm.checkpoint.native.format import CheckpointError
-from mlm.checkpoint.native.verify import Unreadable, Verified, shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import (
+    CheckpointVerification,
+    UnreadableFile,
+    shard_bytes,
+    verify_checkpoint,
+)
 from mlm.cli.ckpt.rollback import continuation
 from mlm.cli.ckpt.settings import CkptVerifyConfig
 from mlm.cli.result import write_result
@@ -34,7 +39,7 @@ def run(config: CkptVerifyConfig) -> None:
         records = [
             {
                 "path": str(result.path),
-                "whole": result.whole,
+                "whole": result.is_intact,
                 "step": manifest and manifest.step,
                 "files": manifest and len(manifest.files),
                 "bytes": manifest and sum(file.bytes for file in manifest.files.values()),
@@ -48,7 +53,7 @@ def run(config: CkptVerifyConfig) -> None:
         content = {
             "task": "ckpt verify",
             "ckpt": config.ckpt,
-            "whole": all(result.whole for result in results) and not pointers,
+            "whole": all(result.is_intact for result in results) and not pointers,
             "continues_from": None if start is None else str(start),
             "checkpoints": records,
         }
@@ -57,10 +62,10 @@ def run(config: CkptVerifyConfig) -> None:
     if not alone:
         nowhere = "a run would not start: none of them can be loaded"
         console().print(continuation(root, start) if start else nowhere)
-    bad = [result for result in results if not result.whole]
+    bad = [result for result in results if not result.is_intact]
     if bad:
         first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
-        kind = CheckpointError if isinstance(first, Unreadable) else CorruptFileError
+        kind = CheckpointError if isinstance(first, UnreadableFile) else CorruptFileError
         raise kind(
             f"{len(bad)} of {len(results)} checkpoints {verb} {first.word}: "
             f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {first.remedy}"
@@ -69,7 +74,7 @@ def run(config: CkptVerifyConfig) -> None:
         raise CorruptFileError(f"{one_line(pointers[0])}. Write the name of a step-… there, or delete it")
 
 
-def print_results(ckpt: str, results: list[Verified]) -> None:
+def print_results(ckpt: str, results: list[CheckpointVerification]) -> None:
     rows = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
     for result in results:
         manifest = result.manifest

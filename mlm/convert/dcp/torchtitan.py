@@ -117,5 +117,5 @@ def torchtitan_tensors(
     stored = foreign_tensors(locations(model).items(), parameters(model))
     if is_tied(model):
         stored[OUTPUT] = stored[TOKEN_TABLE]
-    tensors = {name: DCPTensor(x.shape, dtype, (Region.whole(x.shape),)) for name, x in stored.items()}
+    tensors = {name: DCPTensor(x.shape, dtype, (Region.full(x.shape),)) for name, x in stored.items()}
     return tensors, lambda name, region: stored[name].compute(read).to(dtype)

@@ -104,9 +104,9 @@ def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: st
     lora, mapping = source.config.lora, hf_mapping(source)
 
     def read(name: str) -> Tensor:
-        return source.read(name, Region.whole(source.manifest.tensors[f"model.{name}"].shape))
+        return source.read(name, Region.full(source.manifest.tensors[f"model.{name}"].shape))
 
-    tensors = peft.stored_tensors(source.model, lora, read, base.whole)
+    tensors = peft.stored_tensors(source.model, lora, read, base.read_full)
     head = {name.removeprefix("model.") for name in source.manifest.tensors if ".lora." not in name}
     locations = {ours: location for ours, location in mapping.locations(source.model) if ours in head}
     trained = [mapping.stored_name(location.names[0], source.model) for location in locations.values()]
@@ -208,7 +208,7 @@ def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
     """
     if source.model.head not in mapping.heads_without_bias:
         return None
-    weight, bias = (source.whole(f"classifier.{part}").double() for part in ("weight", "bias"))
+    weight, bias = (source.read_full(f"classifier.{part}").double() for part in ("weight", "bias"))
     if not bias.any():
         return None
     shift: Tensor = torch.linalg.pinv(weight) @ bias

@@ -116,13 +116,13 @@ def import_adapters(folder: Path, out: Path, *, base: str | None) -> tuple[dict[
     stored = dict[str, Tensor]()
     with reading_from(weights, SAVE_AGAIN), open_input(weights) as f:
         for theirs, layout in read_safetensors_header(weights, SAVE_AGAIN)[1].items():
-            whole, stored[theirs] = Region.whole(layout.shape), torch.empty(layout.shape)
+            whole, stored[theirs] = Region.full(layout.shape), torch.empty(layout.shape)
             if layout.dtype in FLOATS:
                 copy_region(f, layout, whole, whole, stored[theirs])
             if layout.dtype not in FLOATS or not stored[theirs].isfinite().all():
                 raise CorruptFileError(f"{weights}: {theirs} has other than finite numbers. {SAVE_AGAIN}")
     model, entries = below.model, dict[str, TensorEntry]()
-    lora, tensors = peft.read_adapters(settings, stored, model, below.whole)
+    lora, tensors = peft.read_adapters(settings, stored, model, below.read_full)
     for shard, _ in adapter_shards(model, lora, layer_names(model)):
         split = split_of(shard, model.vocab_multiple)
         entries[f"model.{shard.name}"] = TensorEntry(shard.global_shape, torch.float32, split)

@@ -144,7 +144,7 @@ class HFTensors:
     def _load(self, theirs: str, region: Region) -> Tensor:
         """Return elements of a stored tensor as float32; bytes as they are."""
         file, stored = self.model.stored[theirs]
-        whole = Region.whole(stored.shape)
+        whole = Region.full(stored.shape)
         dtype = stored.dtype if stored.dtype == torch.uint8 else torch.float32
         target = torch.empty(region.size, dtype=dtype)
         if region.volume:

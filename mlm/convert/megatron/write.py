@@ -56,7 +56,7 @@ def core_tensors(model: ModelConfig, read: Read, dtype: torch.dtype) -> tuple[di
     tensors = dict[str, DCPTensor]()
     for key, (first, *_) in layers.items():
         shape = (model.padded_vocab_size(1), *first.shape[1:]) if key in TABLES else first.shape
-        regions = [Region.whole(shape)]
+        regions = [Region.full(shape)]
         if ".layers." in key:
             regions = [Region((n, *(0 for _ in shape)), (1, *shape)) for n in range(len(layers[key]))]
             shape = (len(regions), *shape)

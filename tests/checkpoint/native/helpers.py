@@ -26,14 +26,14 @@ def weights(value: float = 1.0) -> dict[str, Tensor]:
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
-    shards = {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
+    shards = {name: TensorShard.full(tensor) for name, tensor in tensors.items()}
     return save_checkpoint(
         root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | settings)
     )
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
-    return load_checkpoint(path, {n: TensorShard.whole(t) for n, t in tensors.items()}, **settings)
+    return load_checkpoint(path, {n: TensorShard.full(t) for n, t in tensors.items()}, **settings)
 
 
 def save_unchecked(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:

@@ -54,8 +54,8 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_forged_columns_are_rejected_in_one_line(tmp_path: Path, forgery: str) -> None:
     # A matrix in 2 x 2 pieces; the first rank has a scalar, the last a tensor of no elements.
     ranks = [{"w": piece} for piece in pieces(torch.arange(24.0).view(6, 4), [[2], [1]])]
-    ranks[0]["scalar"] = TensorShard.whole(torch.tensor(1.0))
-    ranks[3]["empty"] = TensorShard.whole(torch.zeros(0, 3))
+    ranks[0]["scalar"] = TensorShard.full(torch.tensor(1.0))
+    ranks[3]["empty"] = TensorShard.full(torch.zeros(0, 3))
     path = save_pieces(tmp_path, 1, ranks)
     edit, why = FORGERIES[forgery]
     edit_chunks(path, edit)
@@ -99,7 +99,7 @@ def test_the_check_of_all_tensors_agrees_with_counts(found: list[Any], grids: li
         count = torch.zeros(shape, dtype=torch.int64)
         are_inside = all(region.volume and region.fits(shape) for region in regions)
         for region in regions if are_inside else ():
-            count[region.within(Region.whole(shape))] += 1
+            count[region.within(Region.full(shape))] += 1
         assert (tiling_problem(shape, chunks) is None) == (are_inside and bool((count == 1).all()))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import latest_checkpoint, step_name
-from mlm.checkpoint.native.format import NotFiniteError
-from mlm.checkpoint.native.norms import joint_norm, norm
+from mlm.checkpoint.native.format import NotFiniteError, TensorEntry
+from mlm.checkpoint.native.norms import norm, with_norms
 from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good, outdated
 from mlm.checkpoint.native.run_state import DOUBTFUL_SINCE, INCIDENTS, NOT_FINITE_SINCE
 from mlm.checkpoint.native.save_load import save_checkpoint
@@ -53,7 +53,9 @@ def test_one_number_that_is_not_finite_shows(bad: float, dtype: torch.dtype) -> 
     x = torch.zeros(200_000, dtype=dtype)
     x[177_777] = bad
     assert math.isnan(norm(x))
-    assert math.isnan(joint_norm([1.0, norm(x)]))
+    entry = TensorEntry((2,), dtype)
+    parts = [{"x": 1.0}, {"x": norm(x)}, {"x": 1.0}]
+    assert math.isnan(with_norms({"x": entry}, parts, {})["x"].norm or 0.0)
 
 
 @pytest.mark.parametrize("name", ["model.w", "optimizer.exp_avg_sq.w"])

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     tensors = read_metadata(folder, lambda name: True)
     reader = DCPReader(folder, tensors)
-    found = {name: reader.read(name, Region.whole(tensor.shape)) for name, tensor in tensors.items()}
+    found = {name: reader.read(name, Region.full(tensor.shape)) for name, tensor in tensors.items()}
     reader.verify()
     return found
 
@@ -279,7 +279,7 @@ def test_file_that_cannot_be_read_is_not_called_damaged(folder: Path, reads: int
         (folder / file).unlink()
     else:
         reader._open[file] = FailingDisk(folder / file, reads)
-    for call in (lambda: reader.read("a", Region.whole((4, 3))), reader.verify):
+    for call in (lambda: reader.read("a", Region.full((4, 3))), reader.verify):
         with pytest.raises(UserError, match=rf"{file}: cannot be read: .*Copy the whole") as raised:
             call()
         assert type(raised.value) is UserError
