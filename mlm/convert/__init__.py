@@ -1,1 +1,1 @@
-"""Files of other libraries, both ways, and what a name holds."""
+"""Formats of other libraries, read and written, and `Source`: the model that a name refers to."""

@@ -1,6 +1,6 @@
-"""A checkpoint of any format as another: `mlm convert`, and its work for imports and exports.
+"""Conversion of checkpoints between formats: `mlm convert`.
 
-One tensor at a time is read, written and compared. Interrupted, the same conversion keeps complete files.
+Tensors are read, written and compared one at a time. An interrupted conversion keeps its complete files.
 """
 
 import logging
@@ -26,7 +26,7 @@ from mlm.convert.locations import ForeignModel
 from mlm.convert.megatron.classic import open_classic
 from mlm.convert.megatron.distributed import find_step, open_distributed
 from mlm.convert.megatron.write import core_mapping
-from mlm.convert.source import Checkpoint, Source, is_ours, open_checkpoint, open_source
+from mlm.convert.source import Checkpoint, Source, is_native, open_checkpoint, open_source
 from mlm.convert.targets import write_target
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import KINDS, ModelConfig
@@ -47,24 +47,24 @@ WITHOUT_EFFECT = (
 
 
 def preflight(config: ConvertConfig) -> list[str]:
-    """Return what is wrong with the settings, the source and `out`; no tensor is read."""
+    """Return the problems of the settings, the source and `out`; no tensor is read."""
     problems = out_problems(config.out)
-    named = config.tokenizer
-    tokenizer = None if named is None else attempt(problems, lambda: Tokenizer.load(named))
+    tokenizer_path = config.tokenizer
+    tokenizer = None if tokenizer_path is None else attempt(problems, lambda: Tokenizer.load(tokenizer_path))
     source = attempt(problems, lambda: open_for_conversion(config, tokenizer))
     if source is None:
         return problems
     read_by = {"config": ("torchtitan",), "vocab_size": ("torch_dist", "torch"), "num_heads": ("torch",)}
     for key, formats in read_by.items():
         if getattr(config, key) is not None and source.format not in formats:
-            why = f"has no effect with source={config.source}, of the format {source.format}"
-            problems.append(str(Problem.at(key, getattr(config, key), why, "remove it")))
+            problem = f"has no effect with source={config.source}, of the format {source.format}"
+            problems.append(str(Problem.at(key, getattr(config, key), problem, "remove it")))
     attempt(problems, lambda: check_target(config, source))
     return problems
 
 
 def open_for_conversion(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
-    """Open the source. Raises UserError, also for a model that is only imported from and exported to hf."""
+    """Open the source. Raises UserError, also for models that `mlm convert` does not support."""
     source = open_any(config.source, config, tokenizer)
     if isinstance(source, Checkpoint) and source.base is not None:
         raise UserError(
@@ -95,9 +95,9 @@ def check_target(config: ConvertConfig, source: Source) -> None:
 
 
 def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
-    """Read, write, compare and publish; return the source, notes, and a line on what was compared.
+    """Read, write, compare and publish; return the source, notes, and a line on the comparison.
 
-    Raises UserError. Complete files stay for the same command, unless the source or they are damaged.
+    Raises UserError. The same command continues with complete files, unless they or the source are damaged.
     """
     tokenizer = None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
     source = open_for_conversion(config, tokenizer)
@@ -138,10 +138,10 @@ def convert(config: ConvertConfig) -> tuple[Source, list[str], str]:
 
 
 def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
-    """Compare the settings of the model, and every parameter bit for bit; return a line on what was compared.
+    """Compare the model's settings, and every parameter bit for bit; return a line on the comparison.
 
-    `dtype` is the target's, to which parameters are rounded first. With equal parameters and settings the
-    outputs are equal too. Raises CheckFailedError for a difference.
+    Parameters are first rounded to `dtype`, the target's. Equal parameters and settings give equal outputs.
+    Raises CheckFailedError for a difference.
     """
     names = [field.name for field in fields(ModelConfig) if field.name not in WITHOUT_EFFECT]
     for name in (*names, "ffn_size"):
@@ -154,7 +154,7 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
     size = sum(entry.num_bytes for entry in compared.values())
     with progress_bar("comparing", size, in_bytes=True) as advance:
         for name, entry in compared.items():
-            # Rows of tables are read as they are stored; a tensor of a layer may be put together of several.
+            # Token tables are read by rows, as stored; a layer's tensor may combine several stored ones.
             is_in_layer = name.startswith("layers.")
             for region in [Region.full(entry.shape)] if is_in_layer else row_blocks(entry.shape, 4):
                 if not torch.equal(source.read(name, region).to(dtype), target.read(name, region).to(dtype)):
@@ -165,33 +165,32 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
 
 
 def open_any(path: str, settings: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
-    """Open a checkpoint of any format, and check all that a conversion reads except tensors.
+    """Open a checkpoint of any format, and check everything that a conversion reads except tensors.
 
-    `settings` have what the files may not record: `config`, `vocab_size` and `num_heads`.
-
-    Raises UserError and CorruptFileError.
+    `settings` supply facts that the files may lack: `config`, `vocab_size` and `num_heads`. Raises UserError
+    and CorruptFileError.
     """
     folder = Path(path)
-    if not (is_ours(path) or folder.is_dir()):
+    if not (is_native(path) or folder.is_dir()):
         raise UserError(f"source={path}: no such folder; name a run, a model folder or a checkpoint folder")
     has_config = (folder / CONFIG).is_file()
-    if is_ours(path) or (has_config and not (folder / METADATA).exists()):
+    if is_native(path) or (has_config and not (folder / METADATA).exists()):
         source = open_source(path, tokenizer)
         source.check()
         return source
     step = find_step(path)
-    known = tokenizer.vocab_size if tokenizer else None
+    tokenizer_size = tokenizer.vocab_size if tokenizer else None
     if not (step / METADATA).exists():
-        opened = open_classic(step, settings.vocab_size, known, settings.num_heads)
+        opened = open_classic(step, settings.vocab_size, tokenizer_size, settings.num_heads)
         return ForeignSource(opened, tokenizer)
     if TOKEN_TABLE.encode() not in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
-        return ForeignSource(open_distributed(step, settings.vocab_size, known), tokenizer)
-    named = settings.config
-    if named is not None and is_ours(named):
-        checkpoint = open_checkpoint(named)
+        return ForeignSource(open_distributed(step, settings.vocab_size, tokenizer_size), tokenizer)
+    config_path = settings.config
+    if config_path is not None and is_native(config_path):
+        checkpoint = open_checkpoint(config_path)
         return ForeignSource(open_torchtitan(step, checkpoint.model, checkpoint.origin), tokenizer)
-    if named is not None or has_config:
-        _, content, model, _ = read_settings(Path(named or folder))
+    if config_path is not None or has_config:
+        _, content, model, _ = read_settings(Path(config_path or folder))
         return ForeignSource(open_torchtitan(step, model, content), tokenizer)
     raise UserError(
         f"{step}: torchtitan's names, and no config.json: set config=… of mlm convert to a folder "

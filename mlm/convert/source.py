@@ -1,7 +1,6 @@
-"""The model that a name holds: of a run or checkpoint, adapters on a base, `transformers` or the Hub.
+"""The model that a name refers to: a run or checkpoint, adapters on a base, `transformers` or the Hub.
 
-`open_source` finds it once and reads its settings; the `Source` is passed on, and reads tensors and tokenizer
-when it is asked for them.
+`open_source` resolves the name once and reads settings; the `Source` reads tensors and tokenizer on demand.
 """
 
 import os
@@ -62,19 +61,19 @@ from mlm.util.terminal import progress_bar
 
 
 class NoTokenizerError(UserError):
-    """No tokenizer is saved with a checkpoint or a model, and none was named."""
+    """A checkpoint or model without a saved tokenizer, where none was specified."""
 
 
 def open_source(name: str, tokenizer: Tokenizer | None = None) -> "Source":
-    """Find what a name holds and read its settings; an id of the Hub is fetched.
+    """Open the model that a name refers to, and read its settings; an id of the Hub is downloaded.
 
     `tokenizer` replaces the saved one in conversions. Raises UserError (ConfigError for several problems),
     CorruptFileError.
     """
     folder, repository = Path(name), hub_id(name)
     if folder.exists():
-        # A folder that holds checkpoints of mlm is no model folder, whatever else is in it.
-        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER)) and not is_ours(name)
+        # A folder with checkpoints of mlm is not a model folder, whatever else is in it.
+        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER)) and not is_native(name)
         return ModelFolder(folder, tokenizer, repository) if is_model else open_checkpoint(name, tokenizer)
     if repository is not None:
         return ModelFolder(fetch(repository, None, "ckpt"), tokenizer, repository)
@@ -86,7 +85,7 @@ def open_checkpoint(name: str, tokenizer: Tokenizer | None = None) -> "Checkpoin
     return Checkpoint(resolve(name), tokenizer)
 
 
-def is_ours(path: str) -> bool:
+def is_native(path: str) -> bool:
     try:
         locate(path)
     except UserError:
@@ -95,14 +94,14 @@ def is_ours(path: str) -> bool:
 
 
 class Source(ABC):
-    """A model by its name: settings now, tensors and tokenizer when they are asked for.
+    """A model by its name: settings, and tensors and tokenizer on demand.
 
     Attributes:
         format: "native", "hf", or a format that only conversions read (conversion.py).
-        path: Its step-… directory, or its folder.
-        config: Settings of its run; where it has none, defaults except for the model and its length.
-        notes: What is missing and takes initial values, what is left out; one line each.
-        filled: Parameters that it lacks: they take initial values.
+        path: step-… directory, or folder.
+        config: Settings of the run; without one, defaults except for the model and its length.
+        notes: Remarks on missing and unused tensors, one line each.
+        filled: Parameters that it lacks, which take initial values.
     """
 
     format: str
@@ -115,7 +114,7 @@ class Source(ABC):
         notes: tuple[Note, ...] = (),
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.path, self.config, self.notes, self._given_tokenizer = path, config, notes, tokenizer
+        self.path, self.config, self.notes, self._replacement_tokenizer = path, config, notes, tokenizer
 
     @property
     def model(self) -> ModelConfig:
@@ -128,7 +127,7 @@ class Source(ABC):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The checkpoint's manifest; of another format one whose state names the origin."""
+        """The checkpoint's manifest; for other formats, one whose state records the origin."""
         return Manifest(0, "", {}, {}, {"source": {"name": self.path.name, **self.origin}})
 
     @cached_property
@@ -137,22 +136,22 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, region: Region) -> Tensor:
-        """Return elements of a parameter, float32 on the CPU, with what adapters add to them."""
+        """Return elements of a parameter, float32 on the CPU, with adapters merged."""
 
     def read_full(self, name: str) -> Tensor:
         return self.read(name, Region.full(self.parameters[name].shape))
 
     @abstractmethod
     def digests(self) -> dict[str, str]:
-        """Compare every file with the checksums that it has; return the digest of each."""
+        """Compare every file with its checksums; return the digest of each."""
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, for which foreign files are read. Raises UserError, OSError."""
+        """Digest of the weights; foreign files are read for it. Raises UserError, OSError."""
         return digest_of_files(self.digests())
 
     def check(self) -> None:
-        """Read all that a conversion reads except tensors. Raises UserError, CorruptFileError."""
+        """Read everything that a conversion reads except tensors. Raises UserError, CorruptFileError."""
         _ = self.tokenizer
 
     @property
@@ -162,12 +161,12 @@ class Source(ABC):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer with its chat template, as far as a conversion can keep it."""
-        return self._given_tokenizer
+        """The tokenizer and its chat template that a conversion keeps."""
+        return self._replacement_tokenizer
 
     @property
     def folder(self) -> Path:
-        """Run directory, or model folder, which holds tokenizer and chat template."""
+        """Run directory or model folder, with tokenizer and chat template."""
         return self.path
 
     @property
@@ -178,66 +177,66 @@ class Source(ABC):
     def result_file(self, name: str) -> Path:
         """Return the default path of a command's result: in the run directory.
 
-        Model folders are not written to: their results are in the working directory, prefixed by their name.
+        Model folders are not written to; their results go to the working directory, prefixed by the name.
         """
         return self.folder / name
 
     def saved_tokenizer(self, key: str = "tokenizer") -> Tokenizer:
-        """Return the tokenizer saved with it; `key` is for messages.
+        """Return the saved tokenizer; `key` is for messages.
 
-        Raises NoTokenizerError, and CorruptFileError for another than it was trained with.
+        Raises NoTokenizerError, and CorruptFileError if the model was trained with another.
         """
         raise NoTokenizerError(f"{key}=null: {self.path} holds no tokenizer: give {key}=…/tokenizer.json")
 
     @property
     def tokenizer_digest(self) -> TokenizerDigest | None:
-        """The tokenizer that it was trained with; None if not recorded."""
+        """Identity of the tokenizer that the model was trained with; None if not recorded."""
         return None
 
     def load_tokenizer(
-        self, named: str | None = None, key: str = "tokenizer", *, any_size: bool = False, force: bool = False
+        self, path: str | None = None, key: str = "tokenizer", *, any_size: bool = False, force: bool = False
     ) -> Tokenizer:
-        """Return the tokenizer that `key` names, else the saved one. Raises as `saved_tokenizer`.
+        """Return the tokenizer at `path`, the value of `key`, else the saved one; see `saved_tokenizer`.
 
-        Unless `any_size`, it must have no more tokens than the model. One that is named must be the one that
-        the model was trained with, unless `force` is given.
+        Unless `any_size`, it must have no more tokens than the model. A tokenizer at `path` must be the one
+        that the model was trained with, unless `force`.
         """
-        tokenizer = self.saved_tokenizer(key) if named is None else self._load_named(named)
-        if not any_size and (problem := vocabulary_problem(named, tokenizer, self.model, key)):
+        tokenizer = self.saved_tokenizer(key) if path is None else self._load_tokenizer_file(path)
+        if not any_size and (problem := vocabulary_problem(path, tokenizer, self.model, key)):
             raise UserError(problem)
-        known = None if named is None or force else self.tokenizer_digest
-        now = digests_of_tokenizer(tokenizer)
-        if problem := other_tokenizer(f"{key}={named}", now, str(self.path), known, f"remove {key}="):
+        trained = None if path is None or force else self.tokenizer_digest
+        digest = digests_of_tokenizer(tokenizer)
+        if problem := other_tokenizer(f"{key}={path}", digest, str(self.path), trained, f"remove {key}="):
             raise UserError(problem)
         return tokenizer
 
-    def _load_named(self, named: str) -> Tokenizer:
-        return Tokenizer.load(named)
+    def _load_tokenizer_file(self, path: str) -> Tokenizer:
+        return Tokenizer.load(path)
 
     def load_chat_template(
-        self, file: str | None, named: str | None, tokenizer: Tokenizer, *, key: str
+        self, file: str | None, path: str | None, tokenizer: Tokenizer, *, key: str
     ) -> ChatTemplate:
-        """Return the template in `file`, else of the named tokenizer, else of the model.
+        """Return the template in `file`, else of the tokenizer at `path`, else of the model.
 
         Raises UserError without any, CorruptFileError.
         """
-        if file in (None, TURNS) and (problem := self.template_problem(named, key=key)):
+        if file in (None, TURNS) and (problem := self.template_problem(path, key=key)):
             raise ConfigError([problem])
-        templates = (find_chat_template(folder, tokenizer, file) for folder in self._template_folders(named))
+        templates = (find_chat_template(folder, tokenizer, file) for folder in self._template_folders(path))
         return next(template for template in templates if template is not None)
 
-    def template_problem(self, named: str | None, *, key: str) -> Problem | None:
-        """Return the problem of a model without a chat template. Raises UserError, CorruptFileError."""
-        folders = self._template_folders(named)
+    def template_problem(self, path: str | None, *, key: str) -> Problem | None:
+        """Return the problem of a missing chat template, or None. Raises UserError, CorruptFileError."""
+        folders = self._template_folders(path)
         if any("default" in find_templates(folder) for folder in folders):
             return None
-        why = f"{folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
-        return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
+        problem = f"{folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
+        return Absent.at(key, None, problem, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
 
-    def _template_folders(self, named: str | None) -> list[Path]:
-        if named is None:
+    def _template_folders(self, path: str | None) -> list[Path]:
+        if path is None:
             return [self.folder]
-        return [Path(named) if Path(named).is_dir() else Path(named).parent, self.folder]
+        return [Path(path) if Path(path).is_dir() else Path(path).parent, self.folder]
 
 
 class ModelFolder(Source):
@@ -260,26 +259,26 @@ class ModelFolder(Source):
         return tensors
 
     @cached_property
-    def _kept(self) -> tuple[Tokenizer | None, dict[str, JSON], list[str]]:
-        """Tokenizer, origin and notes of a conversion."""
-        tokenizer, notes = self._given_tokenizer, list[str]()
+    def _conversion_facts(self) -> tuple[Tokenizer | None, dict[str, JSON], list[str]]:
+        """Tokenizer, origin and notes for conversions."""
+        tokenizer, notes = self._replacement_tokenizer, list[str]()
         if tokenizer is None:
             tokenizer, notes = read_tokenizer(self.hf)
-        kept, padding = ids_to_keep(self.hf, tokenizer)
+        ids, padding = ids_to_keep(self.hf, tokenizer)
         card = card_facts(self.path)
-        return tokenizer, kept | ({"card": card} if card else {}), [*notes, *padding]
+        return tokenizer, ids | ({"card": card} if card else {}), [*notes, *padding]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        return self._kept[0]
+        return self._conversion_facts[0]
 
     @cached_property
     def origin(self) -> dict[str, JSON]:
-        return self._kept[1]
+        return self._conversion_facts[1]
 
     @property
     def conversion_notes(self) -> list[str]:
-        return [*map(str, self.notes), *self._kept[2]]
+        return [*map(str, self.notes), *self._conversion_facts[2]]
 
     def check(self) -> None:
         _ = self.tensors, self.tokenizer
@@ -319,7 +318,7 @@ class ModelFolder(Source):
 
 
 def digest_of_files(digests: Mapping[str, str]) -> str:
-    """Return the digest of a model folder by the digests of its files."""
+    """Return the digest of a model folder from the digests of its files."""
     return digest_bytes(canonical(dict(digests)))
 
 
@@ -342,7 +341,7 @@ class Checkpoint(Source):
         if not isinstance(name, str) or not isinstance(digest, str):
             raise CorruptFileError(f"{path}: does not name the base of its adapters")
         self.base_name, self.base_digest, base = name, digest, Path(name)
-        # A chain of true digests has no cycle. A model folder's are compared when its weights are read.
+        # Correct digests exclude a cycle of bases. A model folder is digested when its weights are read.
         if (base / MANIFEST).exists():
             self._check_base(read_manifest(base).digest)
         elif not (base / CONFIG).is_file() and not hub_id(name):
@@ -359,13 +358,13 @@ class Checkpoint(Source):
     @cached_property
     def origin(self) -> dict[str, JSON]:
         source = self.manifest.state.get("source")
-        kept = source if isinstance(source, dict) else {}
-        return {key: kept[key] for key in (*TOKEN_IDS, "labels", "card") if key in kept}
+        imported = source if isinstance(source, dict) else {}
+        return {key: imported[key] for key in (*TOKEN_IDS, "labels", "card") if key in imported}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        if self._given_tokenizer is not None or not os.path.lexists(self.folder / TOKENIZER_FILE):
-            return self._given_tokenizer
+        if self._replacement_tokenizer is not None or not os.path.lexists(self.folder / TOKENIZER_FILE):
+            return self._replacement_tokenizer
         tokenizer = self.load_tokenizer(any_size=True)
         tokenizer.chat_template = find_chat_template(self.folder, tokenizer)
         return tokenizer
@@ -390,7 +389,7 @@ class Checkpoint(Source):
 
     @cached_property
     def quantized(self) -> frozenset[str]:
-        """Weights of the base on which the adapters were trained in 4 bits."""
+        """Weights of the base that were quantised to 4 bits while the adapters were trained."""
         chunk = adapted_on_meta(self.model, self.config.lora, layer_names(self.model))
         return frozenset(f"{name}.weight" for name in quantized_layers(chunk, self.config.lora))
 
@@ -417,7 +416,7 @@ class Checkpoint(Source):
     def digests(self) -> dict[str, str]:
         if self.base is not None:
             _ = self._changes
-            if isinstance(self.base, Checkpoint):  # of a model folder every file is read by now
+            if isinstance(self.base, Checkpoint):  # a model folder was digested for the changes
                 self.base.digests()
         size = sum(entry.bytes for entry in self.manifest.files.values())
         with progress_bar("verifying", size, in_bytes=True) as advance:
@@ -437,17 +436,17 @@ class Checkpoint(Source):
         if not os.path.lexists(saved):
             raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
         check_run_tokenizer(self.path, self.manifest.state)
-        known = self.tokenizer_digest or TokenizerDigest("")
-        return Tokenizer.load(saved, eod=known.eod_id, bos=known.bos_id)
+        trained_digest = self.tokenizer_digest or TokenizerDigest("")
+        return Tokenizer.load(saved, eod=trained_digest.eod_id, bos=trained_digest.bos_id)
 
     @property
     def tokenizer_digest(self) -> TokenizerDigest | None:
         return TokenizerDigest.of(self.manifest.state)
 
-    def _load_named(self, named: str) -> Tokenizer:
-        """Return a tokenizer, with the special tokens of the checkpoint if it has its vocabulary."""
-        known = self.tokenizer_digest
-        if known is None or known.eod_id is None:
-            return Tokenizer.load(named)
-        tokenizer = Tokenizer.load(named, eod=known.eod_id, bos=known.bos_id)
-        return tokenizer if known.is_same(digests_of_tokenizer(tokenizer)) else Tokenizer.load(named)
+    def _load_tokenizer_file(self, path: str) -> Tokenizer:
+        """Return a tokenizer; if it has the checkpoint's vocabulary, with the checkpoint's special tokens."""
+        trained_digest = self.tokenizer_digest
+        if trained_digest is None or trained_digest.eod_id is None:
+            return Tokenizer.load(path)
+        tokenizer = Tokenizer.load(path, eod=trained_digest.eod_id, bos=trained_digest.bos_id)
+        return tokenizer if trained_digest.is_same(digests_of_tokenizer(tokenizer)) else Tokenizer.load(path)

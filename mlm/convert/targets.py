@@ -1,4 +1,4 @@
-"""Targets of `mlm convert`: any format, written from our parameters, one tensor at a time."""
+"""Targets of `mlm convert`: any format, written one tensor at a time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,21 +34,21 @@ def write_target(
 ) -> None:
     """Write the files of the format `config.to` into `folder`."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    most = int(config.max_file_gb * GB)
+    max_bytes = int(config.max_file_gb * GB)
     match config.to:
         case "native":
             write_native(source, folder, origin, advance, write_file)
         case "hf":
             write_hf(source, folder, dtype, config.max_file_gb, advance, write_file)
         case "torchtitan":
-            tensors, read = torchtitan_tensors(source.model, source.read, dtype)
-            write_dcp(folder, tensors, read, most, advance, write_file)
-            # torchtitan records no model: this describes it.
+            tensors, load = torchtitan_tensors(source.model, source.read, dtype)
+            write_dcp(folder, tensors, load, max_bytes, advance, write_file)
+            # torchtitan records no model; config.json describes it.
             write_json(folder / CONFIG, hf_config(source, hf_mapping(source)))
         case "torch_dist":
             # Megatron-LM starts from release/ and the file that names it.
-            tensors, read = core_tensors(source.model, source.read, dtype)
-            write_dcp(folder / RELEASE, tensors, read, most, advance, write_file)
+            tensors, load = core_tensors(source.model, source.read, dtype)
+            write_dcp(folder / RELEASE, tensors, load, max_bytes, advance, write_file)
             mapping = mapping_of(source.model)
             declared = {} if mapping is None else hf_config(source, mapping)
             ids = declared_ids(declared, source.model.vocab_size)
@@ -65,13 +65,13 @@ def write_native(
 ) -> Path:
     """Write a run directory; return its checkpoint.
 
-    `origin` is where the weights are from, for `state["source"]`: "kind", "name", "files" and more.
+    `origin` describes the source of the weights, for `state["source"]`: "kind", "name", "files" and more.
     """
     model = source.model
     config = run_config(str(origin["name"]).rpartition("/")[2] or "imported", model)
     initial = initial_values(model, source.filled, config.seed)
 
-    def read(name: str, region: Region) -> Tensor:
+    def load(name: str, region: Region) -> Tensor:
         name = name.removeprefix("model.")
         if name in initial:
             return initial[name][region.within(Region.full(initial[name].shape))]
@@ -80,7 +80,7 @@ def write_native(
     return write_run(
         folder,
         {f"model.{name}": entry for name, entry in source.parameters.items()},
-        read,
+        load,
         state=imported_state(config, origin, source.filled),
         tokenizer=source.tokenizer,
         progress=advance,

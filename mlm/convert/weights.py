@@ -1,4 +1,4 @@
-"""The parameters of a live model from what a name holds: a checkpoint, a model folder, adapters on a base."""
+"""Loading of a source into a live model: a checkpoint, a model folder, or adapters on a base."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,22 +29,22 @@ NOT_LOADED = (
     *("optimizer.", "model.mlm_head.", "model.sop_head.", "model.output."),
     *("model.classifier.", "model.pooler."),
 )
-"""Prefixes of tensors that a model with another head, or no optimizer, does not take from a checkpoint."""
+"""Prefixes of a checkpoint's tensors that a model with another head, or without optimizer, ignores."""
 
 
 @torch.no_grad()
 def fill_parameters(
     shards: Sequence[ParameterShard], source: Source, ctx: ParallelContext, *, initialize: bool = True
 ) -> Manifest:
-    """Fill parameters from a source, with what adapters add to its base; return its manifest.
+    """Fill parameters from a source, with adapters merged into its base; return its manifest.
 
-    A head that the model does not have is left out. Parameters that a model folder lacks take the initial
+    A head that the model does not have is ignored. Parameters that a model folder lacks take the initial
     values of its settings' seed; without `initialize` they stay as they are.
 
-    Collective over all ranks. Raises UserError, also if the base is not the one of the adapters, and
+    Collective over all ranks. Raises UserError, also if the base of adapters has changed, and
     CorruptFileError; an error of one rank is raised on all.
     """
-    # Weights in 4 bits are filled as plain ones on the host, and rounded at the end.
+    # Weights in 4 bits are filled in full precision on the host, and quantised at the end.
     plain = {
         shard.name: replace(
             shard, parameter=nn.Parameter(torch.empty(weight.shape, dtype=weight.plain_dtype))
@@ -74,22 +74,22 @@ def _fill(
     )
     stored = source.manifest.tensors
     if source.base is None:
-        held = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
-        return load(model_shards(held))
+        stored_shards = [s for s in shards if f"model.{s.name}" in stored or not s.name.startswith("pooler.")]
+        return load(model_shards(stored_shards))
     by_name = {s.name: s for s in shards if f"model.{s.name}" not in stored}
-    below = _fill([*by_name.values()], source.base, ctx, initialize=initialize)
-    if below.digest != source.base_digest:
+    base_manifest = _fill([*by_name.values()], source.base, ctx, initialize=initialize)
+    if base_manifest.digest != source.base_digest:
         raise UserError(
             f"{source.path}: its adapters are of the base {source.base_digest}, and {source.base_name} is "
-            f"{below.digest}; bring that base back"
+            f"{base_manifest.digest}; bring that base back"
         )
-    # Adapters and a task's head are loaded; adapters are added to the weights of the base.
+    # Adapters and a task's head are loaded, then adapters are added to the weights of the base.
     model, lora, names = source.model, source.config.lora, layer_names(source.model)
     adapters = {
         shard.name: torch.zeros(shard.global_shape) for shard, _ in adapter_shards(model, lora, names)
     }
-    wanted = {f"model.{name}": TensorShard.full(x) for name, x in adapters.items()}
-    manifest = load(wanted | model_shards([s for s in shards if f"model.{s.name}" in stored]))
+    adapter_targets = {f"model.{name}": TensorShard.full(x) for name, x in adapters.items()}
+    manifest = load(adapter_targets | model_shards([s for s in shards if f"model.{s.name}" in stored]))
     for name in source.quantized:
         if (shard := by_name.get(name)) is not None:
             dtype = DTYPES[source.config.precision.dtype]
@@ -107,15 +107,15 @@ def _fill(
 def _fill_from_folder(
     shards: Sequence[ParameterShard], source: ModelFolder, ctx: ParallelContext, *, initialize: bool
 ) -> Manifest:
-    """Return the manifest that a checkpoint of the folder would have.
+    """Fill parameters from a model folder; return the manifest that a checkpoint of it would have.
 
-    Its digest is made of the files' digests, for which rank 0 reads each file once more.
+    Its digest derives from the files' digests, for which rank 0 reads each file once more.
     """
     ranks = Ranks.of(ctx)
 
     def fill() -> None:
         for shard in shards:
-            if source.tensors.holds(shard.name):
+            if source.tensors.has_parameter(shard.name):
                 target = shard.without_padding(shard.parameter.detach())
                 shard.parameter.zero_()  # its padding
                 target.copy_(source.read(shard.name, Region(shard.offset, tuple(target.shape))))

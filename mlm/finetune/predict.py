@@ -84,7 +84,7 @@ def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
             "`mlm eval TASK`, which names the task"
         )
     if isinstance(trained.source, ModelFolder):
-        names = trained.source.hf.kept.labels
+        names = trained.source.hf.token_ids.labels
     else:
         source = trained.manifest.state.get("source")
         names = strings(source.get("labels")) if isinstance(source, dict) else ()

@@ -34,7 +34,7 @@ from mlm.checkpoint.native.save_load import (
 )
 from mlm.checkpoint.parameters import as_shard, model_shards
 from mlm.config.build import to_dict
-from mlm.convert.source import is_ours
+from mlm.convert.source import is_native
 from mlm.data.blend_history import BlendSegments, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.optim.average import NAME
@@ -232,7 +232,7 @@ def check_base(
 ) -> None:
     """Raise UserError if a run's adapters would continue on another base; None is `ckpt`'s, if ours."""
     saved = manifest.state.get(LORA)
-    if base is None and config.ckpt is not None and is_ours(config.ckpt):
+    if base is None and config.ckpt is not None and is_native(config.ckpt):
         base = {"base": config.ckpt, "digest": read_manifest(resolve(config.ckpt)).digest}
     if base is not None and isinstance(saved, dict) and base["digest"] != saved.get("digest"):
         raise UserError(

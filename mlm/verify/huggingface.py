@@ -110,7 +110,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
         if chunk.stage.is_last:
             mask = probe.mask.to(ctx.device)
             logits = {"logits": y[mask] if head == "span" else y}
-            outputs.update(logits if is_finetuned else mapping.our_outputs(chunk, y, mask))
+            outputs.update(logits if is_finetuned else mapping.native_outputs(chunk, y, mask))
         return y
 
     for _ in trained.model.evaluate([ProbeSamples.of(model)], forward):

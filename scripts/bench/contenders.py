@@ -228,7 +228,7 @@ def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     model = shape.model()
     mapping = mapping_of(model)
     assert mapping is not None
-    return mapping.to_ours(state, model)
+    return mapping.to_parameters(state, model)
 
 
 def imported(package: str) -> Any:

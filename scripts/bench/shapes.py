@@ -63,7 +63,7 @@ class Shape:
             mean = float(name.endswith("norm.weight"))
             value = torch.empty(parameters[name].shape).normal_(mean, 0.02, generator=generator)
             names = (mapping.stored_name(stored, model) for stored in location.names)
-            state |= zip(names, location.to_theirs(value), strict=True)
+            state |= zip(names, location.to_stored(value), strict=True)
         return state
 
     def flops_per_token(self) -> float:

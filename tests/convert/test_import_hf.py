@@ -126,7 +126,7 @@ class TestRefusals:
     def test_weights_in_another_order_are_found_out_by_their_logits(
         self, folder: Path, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        right = Location.to_ours
+        right = Location.from_stored
 
         def wrong(place: Location, values: list[Tensor]) -> Tensor:
             if broken == "qkv order":
@@ -134,7 +134,7 @@ class TestRefusals:
             square = place.names[0].endswith("attn.c_proj.weight")
             return values[0] if square else right(place, values)
 
-        monkeypatch.setattr(Location, "to_ours", wrong)
+        monkeypatch.setattr(Location, "from_stored", wrong)
         with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
             import_model(folder, tmp_path / "run")
         assert [path.name for path in tmp_path.iterdir()] == ["model"]

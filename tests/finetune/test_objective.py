@@ -102,7 +102,7 @@ def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict
     mapping = mapping_of_kind(config.kind)
     for pattern, replacement in mapping.renamings(tensors).items():
         tensors = {re.sub(pattern, replacement, name): value for name, value in tensors.items()}
-    ours = mapping.to_ours(tensors, config)
+    ours = mapping.to_parameters(tensors, config)
     # transformers' GPT-2 has no bias there
     return ours if config.kind != "gpt2" else {**ours, "classifier.bias": torch.zeros(config.num_labels)}
 

@@ -138,7 +138,7 @@ def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, l
     mapping = mapping_of(model)
     assert mapping is not None
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    for name, gradient in mapping.to_ours(gradients, model).items():
+    for name, gradient in mapping.to_parameters(gradients, model).items():
         torch.testing.assert_close(mine[name], gradient.double(), rtol=0, atol=1e-5)
 
 

@@ -80,8 +80,8 @@ def expected(reset_positions: bool, reset_attention: bool, mask_eod_loss: bool) 
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {
         "boundaries": Boundaries(EOD, reset_positions, reset_attention, mask_eod_loss),
-        "weights": MAPPING.to_ours(model.state_dict(), MODEL),
-        "grads": MAPPING.to_ours(grads, MODEL),
+        "weights": MAPPING.to_parameters(model.state_dict(), MODEL),
+        "grads": MAPPING.to_parameters(grads, MODEL),
         "logits": logits,
         "loss": total.detach(),
     }

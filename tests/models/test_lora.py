@@ -61,7 +61,7 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     mapping = mapping_of_kind(kind)
     model, _ = mapping.read(theirs.config.to_dict(), "theirs")
     ours = family_of(model.kind).model(model, dtype=torch.float64).double()
-    load_full(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
+    load_full(ours, mapping.to_parameters(theirs.state_dict(), model), Axis("tp"))
     adapted, stored, mine, values = adapt(ours, theirs, model, lora)
     assert sum(p.numel() for p in mine.values()) == sum(p.numel() for p in values.values())
 

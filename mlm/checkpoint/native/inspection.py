@@ -12,7 +12,7 @@ MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """Tensors of one purpose: "model", "optimizer.exp_avg"."""
 
     tensors: int = 0
@@ -64,12 +64,12 @@ def dig(value: JSON, *keys: str) -> JSON:
     return value
 
 
-def groups(manifest: Manifest) -> dict[str, Group]:
+def groups(manifest: Manifest) -> dict[str, TensorGroup]:
     """Group tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
-    grouped: dict[str, Group] = {}
+    grouped: dict[str, TensorGroup] = {}
     for name, entry in manifest.tensors.items():
         words = name.split(".")
-        group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
+        group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), TensorGroup())
         group.tensors += 1
         group.elements += prod(entry.shape)
         group.bytes += entry.num_bytes

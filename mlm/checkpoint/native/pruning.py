@@ -23,7 +23,7 @@ from mlm.checkpoint.native.verify import content_problem
 
 
 @dataclass(frozen=True)
-class Item:
+class PruneItem:
     """A checkpoint, or a leftover of a killed save."""
 
     path: Path
@@ -33,7 +33,7 @@ class Item:
     is_outdated: bool
 
 
-def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None) -> list[Item]:
+def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None) -> list[PruneItem]:
     """Return all items of the folder, checkpoints first, to keep or delete.
 
     `since` is as in `outdated`. Raises OSError and CheckpointError.
@@ -55,15 +55,16 @@ def list_items(root: Path, *, keep_last: int, keep_every: int, since: int | None
             description = f"whole, doubtful: {doubt}" if doubt else "whole"
         if path not in candidate_paths:
             description += ", newer than latest: kept and not counted"
-        items.append(Item(path, bytes_of(path), description, path in outdated_paths))
-    return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
+        items.append(PruneItem(path, bytes_of(path), description, path in outdated_paths))
+    killed = [PruneItem(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
+    return items + killed
 
 
 def bytes_of(path: Path) -> int:
     return sum(file.lstat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
-def delete(root: Path, items: list[Item]) -> list[Path]:
+def delete(root: Path, items: list[PruneItem]) -> list[Path]:
     """Delete outdated items, oldest first, and restore a checkpoint that a killed save moved aside.
 
     Returns the paths that could not be deleted. Raises OSError.

@@ -1,4 +1,4 @@
-"""`.metadata` of a folder of torch.distributed.checkpoint (DCP): where each piece of each tensor is.
+"""`.metadata` of a folder of torch.distributed.checkpoint (DCP): locations of the pieces of each tensor.
 
     .metadata        a pickle of torch.distributed.checkpoint.metadata.Metadata
     __0_0.distcp …   items end to end, each a zip archive of torch.save that holds one piece
@@ -21,7 +21,7 @@ import torch
 from mlm.checkpoint.native.columns import Chunk, Chunks, tiling_problem
 from mlm.checkpoint.native.format import DTYPES, MAX_DIMS, MAX_NAME
 from mlm.checkpoint.native.slices import Region
-from mlm.convert.dcp.unpickled import Name, PickleError, Record, read_pickle
+from mlm.convert.dcp.unpickled import Name, PickleError, PickleNode, read_pickle
 from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import read_bounded
 
@@ -31,7 +31,7 @@ CLASSES = "torch.distributed.checkpoint.metadata"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "Copy the whole folder again"
-Item = tuple[str, int, int]
+ItemLocation = tuple[str, int, int]
 """File, first byte, bytes."""
 
 
@@ -55,23 +55,23 @@ class StoredTensor:
 
 
 def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, StoredTensor]:
-    """Return the tensors whose names are wanted; nothing is checked of the other entries.
+    """Return the tensors whose names `is_wanted` accepts; other entries are not checked.
 
-    Raises UserError if there is no `.metadata`, CorruptFileError if it is not data, does not fit the files,
-    or the pieces of a tensor have a hole or overlap.
+    Raises UserError without `.metadata`, CorruptFileError if it is not plain data, does not match the files,
+    or the pieces of a tensor leave a hole or overlap.
     """
-    with _reading(folder) as fields:
-        wanted = {
-            _name(name): entry
+    with _open_metadata(folder) as fields:
+        entries = {
+            _check_name(name): entry
             for name, entry in fields["state_dict_metadata"].items()
-            if entry.name == f"{CLASSES}.TensorStorageMetadata" and is_wanted(_name(name))
+            if entry.name == f"{CLASSES}.TensorStorageMetadata" and is_wanted(_check_name(name))
         }
-        items: dict[tuple[str, tuple[int, ...]], Item] = {}
+        items: dict[tuple[str, tuple[int, ...]], ItemLocation] = {}
         for index, info in fields["storage_data"].items():
             position = index.fields(f"{CLASSES}.MetadataIndex")
-            if (name := _name(position["fqn"])) not in wanted:
+            if (name := _check_name(position["fqn"])) not in entries:
                 continue
-            key = name, _numbers(position["offset"])
+            key = name, _read_sizes(position["offset"])
             if key in items:
                 raise PickleError(f"{name}: two items at offset {list(key[1])}")
             stored = info.fields("torch.distributed.checkpoint.filesystem._StorageInfo")
@@ -80,8 +80,8 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
                 raise PickleError(f"{name}: the file name {ascii(file)[:60]} is not allowed")
             if stored.get("transform_descriptors"):
                 raise PickleError(f"{name}: compression or encryption by an extension is not supported")
-            items[key] = file, _whole(stored["offset"]), _whole(stored["length"])
-        tensors = {name: _tensor(name, entry, items) for name, entry in wanted.items()}
+            items[key] = file, _whole_number(stored["offset"]), _whole_number(stored["length"])
+        tensors = {name: _read_tensor(name, entry, items) for name, entry in entries.items()}
         pieces = [(name, piece) for name, tensor in tensors.items() for piece in tensor.pieces]
         sizes = {file: _regular_size(folder / file) for file in sorted({piece.file for _, piece in pieces})}
         for name, piece in pieces:
@@ -96,7 +96,7 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[dict[str, Any]]:
+def _open_metadata(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the fields of `.metadata`; errors become UserError and CorruptFileError that name it."""
     path = folder / METADATA
     try:
@@ -110,45 +110,45 @@ def _reading(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _regular_size(path: Path) -> int:
-    """Return the bytes of a file. Raises PickleError for a link, a device or a FIFO, which lead anywhere."""
+    """Return the bytes of a regular file. Raises PickleError for a link, a device or a FIFO."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise PickleError(f"{path.name} is a link or no plain file")
     return status.st_size
 
 
-def _name(value: Any) -> str:
+def _check_name(value: Any) -> str:
     if type(value) is not str or not value.isprintable() or len(value) > MAX_NAME:
         raise PickleError(f"tensor name {ascii(value)[:60]} is not allowed")
     return value
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def _read_sizes(value: Any) -> tuple[int, ...]:
     numbers = value.args[0]
     if value.name != "torch.Size" or type(numbers) not in (tuple, list) or len(numbers) > MAX_DIMS:
         raise PickleError(f"a shape is no list of at most {MAX_DIMS} numbers")
-    return tuple(map(_whole, numbers))
+    return tuple(map(_whole_number, numbers))
 
 
-def _whole(value: Any) -> int:
+def _whole_number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise PickleError("an offset, a size or a length is not a whole number in range")
     return value
 
 
-def _tensor(name: str, entry: Record, items: Mapping[Any, Item]) -> StoredTensor:
+def _read_tensor(name: str, entry: PickleNode, items: Mapping[Any, ItemLocation]) -> StoredTensor:
     fields = entry.fields(f"{CLASSES}.TensorStorageMetadata")
     state, chunks = fields["properties"].state, fields["chunks"]
-    named = state["dtype"] if type(state) is dict else state[0]
-    if type(named) is not Name or named not in DTYPES_BY_NAME:
+    dtype_name = state["dtype"] if type(state) is dict else state[0]
+    if type(dtype_name) is not Name or dtype_name not in DTYPES_BY_NAME:
         raise PickleError(f"{name} has a dtype which is not supported")
-    dtype, shape = DTYPES_BY_NAME[named], _numbers(fields["size"])
+    dtype, shape = DTYPES_BY_NAME[dtype_name], _read_sizes(fields["size"])
     if type(chunks) is not list or len(chunks) > len(items):
         raise PickleError(f"{name}: has no list of chunks, or more than are stored")
     pieces = []
     for chunk in chunks if 0 not in shape else []:
         position = chunk.fields(f"{CLASSES}.ChunkStorageMetadata")
-        region = Region(_numbers(position["offsets"]), _numbers(position["sizes"]))
+        region = Region(_read_sizes(position["offsets"]), _read_sizes(position["sizes"]))
         if len(region.offset) != len(shape) or len(region.size) != len(shape):
             raise PickleError(f"{name}: a chunk has other dims than its shape {list(shape)}")
         if (name, region.offset) not in items:

@@ -1,6 +1,7 @@
-"""Tensors of a DCP folder, read by regions: the bytes of an item are located, never unpickled.
+"""Tensors of a DCP folder, read by regions.
 
-An item is an archive of torch.save that holds one tensor (`unpickled.py`).
+An item is an archive of torch.save that holds one tensor; its bytes are located by `unpickled.py` and never
+unpickled.
 """
 
 import io
@@ -43,7 +44,7 @@ class DCPReader:
         return sum((self.folder / name).stat().st_size for name in self.files)
 
     def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
-        """Return those elements, on the CPU, in `dtype`, by default the stored one."""
+        """Return the elements of `region`, on the CPU, in `dtype`, by default the stored one."""
         tensor = self.tensors[name]
         target = torch.empty(region.size, dtype=dtype or tensor.dtype)
         for piece in tensor.pieces:
@@ -55,7 +56,7 @@ class DCPReader:
                 if stored.form != Form(tensor.dtype, piece.region.size):
                     listed = f"{tensor.dtype} {list(piece.region.size)}"
                     raise PickleError(f"is not of {listed}, as .metadata lists it")
-            except UserError:  # which is a ValueError, as damages are
+            except UserError:  # a ValueError, as some of DAMAGES are
                 raise
             except (*DAMAGES, OSError) as error:
                 raise self._damaged(name, piece, str(error)) from error
@@ -81,10 +82,10 @@ class DCPReader:
     def _item(self, piece: StoredPiece) -> BinaryIO:
         return io.BufferedReader(_FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
 
-    def _damaged(self, name: str, piece: StoredPiece, why: str) -> CorruptFileError:
+    def _damaged(self, name: str, piece: StoredPiece, reason: str) -> CorruptFileError:
         return CorruptFileError(
             f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} "
-            f"({one_line(why)}); nothing was executed. {COPY_AGAIN}"
+            f"({one_line(reason)}); nothing was executed. {COPY_AGAIN}"
         )
 
     def _file(self, name: str) -> BinaryIO:
@@ -97,7 +98,7 @@ class DCPReader:
 
 
 class _FileView(io.RawIOBase):
-    """`length` bytes of a file from `begin` on, as a file."""
+    """File object for `length` bytes of a file from `begin` on."""
 
     def __init__(self, f: BinaryIO, begin: int, length: int) -> None:
         self.f, self.begin, self.length, self.position = f, begin, length, 0
@@ -117,8 +118,9 @@ class _FileView(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self.f.seek(self.begin + self.position)
-        left = max(0, self.length - self.position)
-        with reading_from(Path(self.f.name), COPY_AGAIN):  # an OSError would be a damage to zipfile
-            count = int(self.f.readinto(memoryview(buffer)[:left]))  # type: ignore[attr-defined]
+        remaining = max(0, self.length - self.position)
+        # zipfile would report an OSError as a damaged archive.
+        with reading_from(Path(self.f.name), COPY_AGAIN):
+            count = int(self.f.readinto(memoryview(buffer)[:remaining]))  # type: ignore[attr-defined]
         self.position += count
         return count

@@ -1,8 +1,8 @@
-"""Llama 3 and Qwen 3 as torchtitan names and orders them in a DCP folder, read and written.
+"""Llama 3 and Qwen 3 in a DCP folder with torchtitan's names, read and written.
 
-Such a folder records no sizes of heads and no settings: its model comes from a config.json. A tied output
-layer is stored too. Written are the names of torchtitan 0.2; the names of 2026, attention.qkv_linear.wq and
-lm_head, are read. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
+Such a folder records no head sizes and no settings: the model comes from a config.json. A tied output layer
+is stored too. Names of torchtitan 0.2 are written; the names of 2026, attention.qkv_linear.wq and lm_head,
+are read too. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
 """
 
 import re
@@ -53,7 +53,7 @@ TOKEN_TABLE, OUTPUT = "tok_embeddings.weight", "output.weight"
 def locations(model: ModelConfig) -> dict[str, Location]:
     """Return the location of every parameter. Raises UserError if torchtitan has no such model.
 
-    Its Llama rotates dimensions 2i and 2i + 1 of a head, its Qwen 3 is like ours.
+    torchtitan's Llama rotates dimensions 2i and 2i + 1 of a head together, its Qwen 3 is like mlm.
     """
     if model.kind != "llama":
         raise UserError(f"model.kind={model.kind}: torchtitan's names are of Llama 3 and Qwen 3")
@@ -68,32 +68,35 @@ def locations(model: ModelConfig) -> dict[str, Location]:
     if form := unusual_form(settings):
         raise UserError(f"torchtitan has no such model: model.options.{form}; only hf holds it")
     row = replace(VARIANTS["llama"], rotates_neighbours=not settings.qk_norm)
-    module, located = re.compile(r"^(layers\.\d+\.)?(.+)\."), dict[str, Location]()
-    for ours, location in llama.locations(model, row):
+    module, tensors = re.compile(r"^(layers\.\d+\.)?(.+)\."), dict[str, Location]()
+    for parameter, location in llama.locations(model, row):
         names = [module.sub(lambda m: f"{m[1] or ''}{TORCHTITAN[m[2]]}.", name) for name in location.names]
-        located[ours] = replace(location, names=tuple(names))
-    return located
+        tensors[parameter] = replace(location, names=tuple(names))
+    return tensors
 
 
 def open_torchtitan(folder: Path, model: ModelConfig, declared: Mapping[str, JSON]) -> ForeignModel:
-    """Open a folder: names and shapes; `declared` has token ids. Raises UserError and CorruptFileError."""
-    entries, located = parameters(model), locations(model)
-    others = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
-    tensors = read_metadata(folder, lambda name: not name.startswith(others))
+    """Open a folder and check names and shapes; `declared` holds token ids.
+
+    Raises UserError and CorruptFileError.
+    """
+    entries, mapping = parameters(model), locations(model)
+    other_prefixes = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
+    tensors = read_metadata(folder, lambda name: not name.startswith(other_prefixes))
     reader, stored = DCPReader(folder, tensors), dict[str, str]()
     for name in tensors:
         short = name.removeprefix("model.").replace(".attention.qkv_linear.", ".attention.")
         stored[OUTPUT if short == "lm_head.weight" else short] = name
-    wanted = {name: tensor.shape for name, tensor in foreign_tensors(located.items(), entries).items()}
+    expected = {name: tensor.shape for name, tensor in foreign_tensors(mapping.items(), entries).items()}
     if has_copy := is_tied(model) and OUTPUT in stored:
-        wanted[OUTPUT] = wanted[TOKEN_TABLE]
-    held = {name: tensors[theirs].shape for name, theirs in stored.items()}
-    check_shapes(folder, held, wanted, "name the config of this model, or copy the whole folder again")
+        expected[OUTPUT] = expected[TOKEN_TABLE]
+    shapes = {name: tensors[full_name].shape for name, full_name in stored.items()}
+    check_shapes(folder, shapes, expected, "name the config of this model, or copy the whole folder again")
 
     def load(name: str, region: Region) -> Tensor:
         return reader.read(stored[name], region, torch.float32)
 
-    if has_copy and not are_equal(partial(load, TOKEN_TABLE), partial(load, OUTPUT), wanted[OUTPUT]):
+    if has_copy and not are_equal(partial(load, TOKEN_TABLE), partial(load, OUTPUT), expected[OUTPUT]):
         raise UserError(
             f"{folder}: {stored[OUTPUT]} differs from the token table, to which its config ties it: set "
             "tie_word_embeddings=false in its config.json"
@@ -103,19 +106,19 @@ def open_torchtitan(folder: Path, model: ModelConfig, declared: Mapping[str, JSO
         path=folder,
         model=model,
         files=reader,
-        locations=located,
-        shapes={ours: entry.shape for ours, entry in entries.items()},
+        locations=mapping,
+        shapes={name: entry.shape for name, entry in entries.items()},
         load=load,
         token_ids=declared_ids(declared, model.vocab_size),
     )
 
 
 def torchtitan_tensors(
-    model: ModelConfig, read: Read, dtype: torch.dtype
+    model: ModelConfig, load: Read, dtype: torch.dtype
 ) -> tuple[dict[str, DCPTensor], Read]:
-    """Return torchtitan's tensors for a DCP folder, and what computes them. Raises UserError."""
+    """Return torchtitan's tensors for a DCP folder, and a function that computes them. Raises UserError."""
     stored = foreign_tensors(locations(model).items(), parameters(model))
     if is_tied(model):
         stored[OUTPUT] = stored[TOKEN_TABLE]
     tensors = {name: DCPTensor(x.shape, dtype, (Region.full(x.shape),)) for name, x in stored.items()}
-    return tensors, lambda name, region: stored[name].compute(read).to(dtype)
+    return tensors, lambda name, region: stored[name].compute(load).to(dtype)

@@ -2,7 +2,7 @@
 
 A pickle is a program. Only its instructions that build containers and numbers are followed, by Python's own
 unpickler. No class or function that it names is imported or called: it stays a `Name`, and a call of one
-becomes a `Record` of the name and its arguments.
+becomes a `PickleNode` of the name and its arguments.
 
 To hash a tuple that is nested a million deep overflows the stack and ends the process, in `pickle.load` and
 `torch.load(weights_only=True)` too. Here no tuple is hashed: keys of few types are kept, and sets are lists.
@@ -42,29 +42,29 @@ DATA = re.compile(
 """Names of classes and functions that such files hold. A pickle that refers to another is rejected."""
 
 MAX_INSTRUCTIONS = 1 << 25
-"""Of one pickle: about a million chunks of tensors; an object for each takes 3 GB."""
+"""Limit for one pickle: enough for a million chunks of tensors, whose objects take 3 GB."""
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or holds what is not data."""
+    """A pickle that is damaged or holds more than data."""
 
 
 class NotDataError(PickleError):
-    """A pickle that refers to a class or function which is not data."""
+    """A pickle that refers to a class or function outside of DATA."""
 
 
 class Name(str):
-    """Dotted name of a class or function, in place of it."""
+    """Dotted name of a class or function, which is never imported."""
 
     __slots__ = ()
 
-    def __call__(self, *args: Any) -> "dict[str, Any] | Record":
-        """Return what stands for a call: for a dictionary's class an empty one, which is filled later."""
+    def __call__(self, *args: Any) -> "dict[str, Any] | PickleNode":
+        """Return the node of a call; for a dictionary class an empty dict, which is filled later."""
         is_dict = self in ("collections.OrderedDict", "collections.defaultdict")
-        return {} if is_dict else Record(self, args)
+        return {} if is_dict else PickleNode(self, args)
 
 
-class Record:
+class PickleNode:
     """A call or an object in a pickle: the name of a class or function, arguments, and the state it sets.
 
     Compared and hashed by identity: its content may be nested without end.
@@ -77,15 +77,15 @@ class Record:
         self.state: Any = None
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Return the state of an object of the class `name`. Raises PickleError if it is another."""
+        """Return the state of an object of the class `name`. Raises PickleError for another class."""
         if self.name != name or type(self.state) is not dict:
             raise PickleError(f"{self.name[:60]} is no {name} with fields")
         return self.state
 
 
 STORAGE = "storage"
-"""Name of the Record for bytes stored outside of the pickle; its arguments are what torch.save wrote."""
-_KEYS = (str, bool, bytes, type(None), Record)
+"""Name of the PickleNode for bytes stored outside of the pickle; its arguments are what torch.save wrote."""
+_KEYS = (str, bool, bytes, type(None), PickleNode)
 """Types of keys that are kept: an adversary knows the hash of a number, and hashing a tuple would recurse."""
 _PROTOCOL_2_TO_5 = b"(N\x88\x89JKM\x8aGX\x8c\x8dCB]})t\x85\x86\x87c\x93RQhj\x80\x95.0qr\x94ae"
 """Instructions run as they are. A dictionary's entries, states, sets and objects have methods below."""
@@ -93,7 +93,7 @@ _USUAL = vars(pickle._Unpickler)["dispatch"]
 
 
 class _Instructions(dict[int, Any]):
-    """Code of an instruction -> what runs it, as often as one pickle may ask."""
+    """Code of an instruction -> its method; limits the instructions of one pickle."""
 
     def __init__(self, usual: dict[int, Any]) -> None:
         super().__init__(usual)
@@ -120,8 +120,8 @@ class _Unpickler(pickle._Unpickler):
             raise NotDataError(f"refers to {ascii(full)[1:-1][:120]}, which is not data")
         return Name(full)
 
-    def persistent_load(self, pid: Any) -> Record:
-        return Record(STORAGE, pid)
+    def persistent_load(self, pid: Any) -> PickleNode:
+        return PickleNode(STORAGE, pid)
 
     def put_items(self) -> None:
         items = self.pop_mark()
@@ -135,7 +135,7 @@ class _Unpickler(pickle._Unpickler):
 
     def set_state(self) -> None:
         state = self.stack.pop()
-        if type(self.stack[-1]) is Record:  # attributes of a dictionary are not kept
+        if type(self.stack[-1]) is PickleNode:  # attributes of a dictionary are not kept
             self.stack[-1].state = state
 
     instructions = {code: _USUAL[code] for code in _PROTOCOL_2_TO_5} | {
@@ -151,7 +151,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return the value of a pickle: None, bool, int, float, str, bytes, list, dict, tuple, Name, Record.
+    """Return the value of a pickle: None, bool, int, float, str, bytes, list, dict, tuple, Name, PickleNode.
 
     Entries of a dict whose keys are numbers or tuples are left out. Raises PickleError.
     """
@@ -159,7 +159,7 @@ def read_pickle(content: bytes) -> Any:
         return _Unpickler(content).load()
     except PickleError:
         raise
-    except Exception as error:  # whichever an adversary's instructions lead to
+    except Exception as error:  # an adversary's instructions may raise any
         raise PickleError(f"is no pickle of data ({type(error).__name__})") from error
 
 
@@ -186,7 +186,7 @@ DAMAGES = (
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedFile:
     """A value of torch.save; its tensors are records to `find`."""
 
     value: Any
@@ -194,29 +194,31 @@ class Saved:
     """Key -> first byte in the file, and bytes."""
 
     def find(self, tensor: Any) -> Stored:
-        """Return where a tensor of the value is in the file. Raises one of DAMAGES.
+        """Return the location of a tensor in the file. Raises one of DAMAGES.
 
-        It must be contiguous, and all of it in the file: strides could turn a few bytes into any size.
+        It must be contiguous and entirely in the file: strides could turn a few bytes into any size.
         """
-        if type(tensor) is Record and tensor.name == "torch._tensor._rebuild_from_type_v2":
-            tensor = Record(*tensor.args[0:3:2])  # a tensor with attributes
-        while type(tensor) is Record and tensor.name.startswith("torch._utils._rebuild_parameter"):
+        if type(tensor) is PickleNode and tensor.name == "torch._tensor._rebuild_from_type_v2":
+            tensor = PickleNode(*tensor.args[0:3:2])  # a tensor with attributes
+        while type(tensor) is PickleNode and tensor.name.startswith("torch._utils._rebuild_parameter"):
             tensor = tensor.args[0]
-        if type(tensor) is not Record or tensor.name != REBUILD:
+        if type(tensor) is not PickleNode or tensor.name != REBUILD:
             raise PickleError("describes no plain tensor")
         storage, first, shape, strides = tensor.args[:4]
-        _, kind, key, *_ = storage.args if type(storage) is Record and storage.name == STORAGE else 3 * [None]
+        if type(storage) is not PickleNode or storage.name != STORAGE:
+            raise PickleError("describes no plain tensor")
+        _, kind, key, *_ = storage.args
         if not isinstance(kind, str) or type(key) is not str:  # hashing a tuple would recurse
             raise PickleError("describes no plain tensor")
-        dtype, (begin, held) = DTYPES[kind], self.storages[key]
+        dtype, (begin, stored_bytes) = DTYPES[kind], self.storages[key]
         if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (first, *shape)):
             raise PickleError("has an impossible shape")
         contiguous = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if any(n > 1 and a != b for n, a, b in zip(shape, strides, contiguous, strict=True)):
             raise PickleError(f"is no contiguous tensor of {list(shape)}")
         needed = (first + prod(shape)) * dtype.itemsize
-        if needed > held:
-            raise PickleError(f"needs {needed} bytes, {held} are stored")
+        if needed > stored_bytes:
+            raise PickleError(f"needs {needed} bytes, {stored_bytes} are stored")
         return Stored(dtype, shape, begin + first * dtype.itemsize)
 
 
@@ -227,10 +229,10 @@ def check_archive(f: BinaryIO) -> None:
             raise zipfile.BadZipFile(f"bad CRC of {damaged}")
 
 
-def read_archive(f: BinaryIO) -> Saved:
+def read_archive(f: BinaryIO) -> SavedFile:
     """Read the value of an archive. Raises one of DAMAGES."""
     with zipfile.ZipFile(f) as records:
-        # Storages are read as they lie in the file, so that compressed ones would be other numbers.
+        # Storages are read in place, so compressed ones would give wrong numbers.
         if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
             raise zipfile.BadZipFile("is compressed, which torch.save never does")
         names = [name for name in records.namelist() if name.endswith("/data.pkl")]
@@ -243,4 +245,4 @@ def read_archive(f: BinaryIO) -> Saved:
             if info.filename.startswith(f"{prefix}data/"):
                 with records.open(info):  # leaves the file at the record's first byte
                     storages[info.filename.rpartition("/")[2]] = f.tell(), info.file_size
-        return Saved(read_pickle(records.read(names[0])), storages)
+        return SavedFile(read_pickle(records.read(names[0])), storages)

@@ -1,7 +1,7 @@
 """Folders that torch.distributed.checkpoint reads, written one piece of a tensor at a time.
 
-PyTorch's own writer takes a state in memory. Pieces and files of bounded size are ours, the bytes of an item
-and of `.metadata` PyTorch's. They are a function of the content alone.
+PyTorch's writer needs the full state in memory; here pieces and files have bounded size. The bytes of items
+and of `.metadata` are PyTorch's, and a function of the content alone.
 """
 
 import os
@@ -43,23 +43,23 @@ class DCPTensor:
 def write_dcp(
     folder: Path,
     tensors: Mapping[str, DCPTensor],
-    read: Read,
-    most: int,
+    load: Read,
+    max_bytes: int,
     progress: Advance,
     write_file: WriteFile,
 ) -> None:
-    """Write the items, in order, into files of about `most` bytes, and their `.metadata`. Raises OSError."""
+    """Write the items, in order, to files of about `max_bytes`, then their `.metadata`. Raises OSError."""
     folder.mkdir(exist_ok=True)
     items = [(name, region) for name, tensor in tensors.items() for region in tensor.regions]
-    groups = group_by_size(items, lambda item: item[1].volume * tensors[item[0]].dtype.itemsize, most)
+    groups = group_by_size(items, lambda item: item[1].volume * tensors[item[0]].dtype.itemsize, max_bytes)
     stored = {}
     for number, group in enumerate(groups):
         file = f"__0_{number}.distcp"
         path = folder / file
-        lengths = write_file(path, partial(_write_items, path, group, read, progress))
+        lengths = write_file(path, partial(_write_items, path, group, load, progress))
         for (name, region), length, end in zip(group, lengths, accumulate(lengths), strict=True):
             stored[MetadataIndex(name, Size(region.offset))] = _StorageInfo(file, end - length, length)
-    described: dict[str, STORAGE_TYPES] = {
+    entries: dict[str, STORAGE_TYPES] = {
         name: TensorStorageMetadata(
             TensorProperties(tensor.dtype),
             Size(tensor.shape),
@@ -67,23 +67,23 @@ def write_dcp(
         )
         for name, tensor in tensors.items()
     }
-    metadata = Metadata(described, {name: (name,) for name in tensors}, stored, version="1.0.0")
+    metadata = Metadata(entries, {name: (name,) for name in tensors}, stored, version="1.0.0")
     write_atomic(folder / METADATA, pickle.dumps(metadata))
     fsync_directory(folder)
 
 
-def _write_items(path: Path, items: Iterable[tuple[str, Region]], read: Read, progress: Advance) -> list[int]:
+def _write_items(path: Path, items: Iterable[tuple[str, Region]], load: Read, progress: Advance) -> list[int]:
     """Write a new file of items and fsync it; return the bytes of each."""
     lengths = []
     with open(path, "xb") as f:
         for name, region in items:
-            tensor, begin = read(name, region).contiguous(), f.tell()
+            tensor, begin = load(name, region).contiguous(), f.tell()
             assert tuple(tensor.shape) == region.size
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write all of it
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the full storage
                 tensor = tensor.clone()
             try:
                 torch.save(tensor, f)
-            except RuntimeError as error:  # raised on closing an archive that the disk took only in part
+            except RuntimeError as error:  # raised on closing an archive on a full disk
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
             lengths.append(f.tell() - begin)
             progress(tensor.nbytes)

@@ -1,8 +1,8 @@
-"""A Llama or its kin as one file for llama.cpp and programs built on it: rows of `TARGETS`.
+"""Export of the Llama family to one GGUF file for llama.cpp and programs built on it: rows of `TARGETS`.
 
-Keys and names of tensors are the `gguf` package's, their content is what llama.cpp's converter writes.
-Matrices have the chosen type, norms, biases and routers float32. Before the file is named, the tokenizer is
-tried on texts, and, where llama.cpp is installed, the whole file in it.
+Keys and tensor names are those of the `gguf` package, the content is as llama.cpp's converter writes it.
+Matrices have the chosen type, norms, biases and routers are float32. Before the file gets its name, the
+tokenizer is tested on texts and, if llama.cpp is installed, the file is tested in it.
 """
 
 import math
@@ -35,23 +35,22 @@ from mlm.util.results import CREATOR, is_stream, write_result
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An architecture of llama.cpp, and what it computes that no key of a file says."""
+    """An architecture of llama.cpp, and its fixed behaviour, which no key of a file records."""
 
     name: str
     has_pairs: bool = False
     """True if it rotates neighbours, where `transformers` rotates halves of a head."""
     activation: str = "silu"
     fixed: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Our options -> their value in each of its models; of patterns by layer the pattern."""
+    """model.options -> their only value; for options by layer a pattern."""
     required: tuple[str, ...] = ()
-    """Our options without which it computes with values of its own."""
+    """model.options that must not be 0: llama.cpp would use its own values."""
     scales: bool = False
     """True if a file holds factors of embeddings, scores, residuals and logits."""
     has_full_width: bool = False
-    """True if its heads together are as wide as its hidden states."""
+    """True if num_heads * head_dim must equal hidden_size."""
     wide_layers: int = 0
-    """Layers of its model whose scores are scaled by (hidden_size / num_heads)^-0.5; in all others by that of
-    head_dim."""
+    """Models of this many layers scale scores by (hidden_size / num_heads)^-0.5, others by head_dim^-0.5."""
 
 
 _NO_NORMALISING: dict[str, bool | int] = {"router_normalise": False, "dense_layers": 0}
@@ -97,11 +96,11 @@ TARGETS = {
 }
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
-"""Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
+"""Type -> allowed root mean square error of logits in llama.cpp, in standard deviations of the logits."""
 GELU_ERROR = 0.01
-"""The same of f32 with a GELU, which llama.cpp looks up in a table of half precision."""
+"""Allowed error of f32 with a GELU, which llama.cpp looks up in a table of half precision."""
 LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True}
-"""Settings of yarn that a file cannot hold, and their values in llama.cpp."""
+"""Settings of yarn that a file does not record, and their values in llama.cpp."""
 
 
 def export_problems(ckpt: str) -> list[str]:
@@ -130,14 +129,14 @@ def model_problem(source: Source) -> str | None:
     if model.activation != target.activation:
         return f"model.activation={model.activation} is not supported; supported: {target.activation}"
     for name, value in target.fixed.items():
-        given = getattr(settings, name)
-        is_alike = given == value
-        if given and isinstance(given, str) and isinstance(value, str):
+        option = getattr(settings, name)
+        is_alike = option == value
+        if option and isinstance(option, str) and isinstance(value, str):
             # Patterns by layer of other lengths may be equal in all layers of the model.
             layers = range(model.num_layers)
-            is_alike = all(given[n % len(given)] == value[n % len(value)] for n in layers)
+            is_alike = all(option[n % len(option)] == value[n % len(value)] for n in layers)
         if not is_alike:
-            return f"llama.cpp has no {kind} with model.options.{name}={format_value(given)}"
+            return f"llama.cpp has no {kind} with model.options.{name}={format_value(option)}"
     if target.has_full_width and settings.head_dim * model.num_heads != model.hidden_size:
         return f"llama.cpp has no {kind} with heads of other widths than hidden_size / num_heads"
     for name in target.required:
@@ -148,25 +147,25 @@ def model_problem(source: Source) -> str | None:
     if not target.scales and not math.isclose(
         settings.attention_multiplier or settings.head_dim**-0.5, scale, rel_tol=1e-6
     ):
-        given = f"model.options.attention_multiplier={settings.attention_multiplier:g}"
-        return f"{given} is not supported; llama.cpp's {kind} has {scale:g}"
+        setting = f"model.options.attention_multiplier={settings.attention_multiplier:g}"
+        return f"{setting} is not supported; llama.cpp's {kind} has {scale:g}"
     if settings.rope_scaling == "longrope":
         return "model.options.rope_scaling=longrope is not supported: llama.cpp chooses its factors once"
     if settings.rope_scaling == "llama3" and target.name != "LLAMA":
         return f"llama.cpp has no {kind} with model.options.rope_scaling=llama3"
     if settings.rope_scaling == "yarn":
         for name, value in LLAMA_CPP_YARN.items():
-            if (given := getattr(settings, name)) != value:
-                return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
+            if (option := getattr(settings, name)) != value:
+                return f"model.options.{name}={option} is not supported; llama.cpp computes {value}"
     return None
 
 
 def export_gguf(
     source: Source, out: str, kind: str, *, logits: Callable[[Tensor], Tensor] | None
 ) -> tuple[dict[str, object], list[str]]:
-    """Write the file, with matrices of type `kind`, and try it in llama.cpp; return columns and notes.
+    """Write the file, with matrices of type `kind`, and test it in llama.cpp; return columns and notes.
 
-    `logits` computes the model's for tokens [B, S]; None tries nothing. Raises UserError.
+    `logits` computes the model's logits for tokens [B, S]; None skips the test. Raises UserError.
     """
     gguf: Any = load_extra("gguf", "mlm export gguf", "gguf")
     source.digests()
@@ -203,7 +202,7 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     mapping, settings, target = hf_mapping(source), LlamaSettings.of(model), TARGETS[model_type(model)]
     architecture = gguf.MODEL_ARCH[target.name]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_quantized_by(CREATOR)  # by which a later export knows the file
+    writer.add_quantized_by(CREATOR)  # lets a later export recognise and replace the file
     add_settings(gguf, writer, source, kind)
     if source.tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -221,15 +220,15 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     stored = foreign_tensors(
         locations(model, row), source.parameters, lambda name: mapping.stored_name(name, model)
     )
-    together = dict[str, list[ForeignTensor]]()  # tensors of single experts are one of all of them
+    groups = dict[str, list[ForeignTensor]]()  # tensors of single experts are stacked
     for name, tensor in stored.items():
-        together.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", name), []).append(tensor)
-    for theirs, tensors in together.items():
+        groups.setdefault(re.sub(r"(?<=\.experts)\.\d+", "", name), []).append(tensor)
+    for hf_name, tensors in groups.items():
         values = [tensor.compute(source.read) for tensor in tensors]
-        value = torch.stack(values) if ".experts." in theirs else values[0]
-        if settings.zero_centered_norms and theirs.endswith("norm.weight"):
+        value = torch.stack(values) if ".experts." in hf_name else values[0]
+        if settings.zero_centered_norms and hf_name.endswith("norm.weight"):
             value = 1 + value
-        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         data, dtype = encoded(gguf, value, "f32" if "_inp" in name else kind)
         writer.add_tensor(name, data, raw_dtype=dtype)
     return writer
@@ -244,18 +243,18 @@ def check_in_llama_cpp(
         compare_tokens(source.tokenizer, llama.tokens)
     count = min(32, context_length(source.model))
     ids = torch.arange(count).mul(7919).remainder(source.model.vocab_size)
-    want = logits(ids[None])[0].float()
-    error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
-    most = max(LOGIT_ERRORS[kind], GELU_ERROR if source.model.activation != "silu" else 0.0)
-    if not error <= most:
+    expected = logits(ids[None])[0].float()
+    error = ((llama.logits(ids.tolist()) - expected).square().mean().sqrt() / expected.std()).item()
+    max_error = max(LOGIT_ERRORS[kind], GELU_ERROR if source.model.activation != "silu" else 0.0)
+    if not error <= max_error:
         raise UserError(
             f"out={out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
-            f"({most:g} is what type={kind} rounds); nothing is written"
+            f"({max_error:g} is what type={kind} rounds); nothing is written"
         )
 
 
 def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
-    """Return a tensor's numbers as stored, and their type. Vectors are float32."""
+    """Return a tensor's content as stored, and its type. Vectors are float32."""
     numbers, types = value.float().contiguous().numpy(), gguf.GGMLQuantizationType
     if kind == "f32" or value.ndim == 1:
         return numbers, types.F32
@@ -316,28 +315,28 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Return the tokens that llama.cpp may read."""
+    """Return the context length for llama.cpp."""
     return min(bounding_window(model) or model.max_positions, model.max_positions)
 
 
 def bounding_window(model: ModelConfig) -> int:
-    """Return the window of a model for whose architecture llama.cpp has none: it attends to all before."""
+    """Return the window of a model if llama.cpp's architecture has none and attends to all tokens, else 0."""
     has_windows = "window_layers" in TARGETS[model_type(model)].fixed
     return 0 if has_windows else LlamaSettings.of(model).window
 
 
 def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
-    known, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
-    writer.add_tokenizer_model(known.model)
-    writer.add_tokenizer_pre(known.pre)
-    writer.add_token_list(known.tokens)
-    writer.add_token_types(known.types)
-    if known.scores is None:
-        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in known.merges]
+    vocab, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
+    writer.add_tokenizer_model(vocab.model)
+    writer.add_tokenizer_pre(vocab.pre)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types(vocab.types)
+    if vocab.scores is None:
+        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in vocab.merges]
         writer.add_token_merges([" ".join(pair) for pair in pairs])
     else:
-        writer.add_token_scores(known.scores)
-        writer.add_add_space_prefix(known.adds_space)
+        writer.add_token_scores(vocab.scores)
+        writer.add_add_space_prefix(vocab.adds_space)
     for name, id in (("bos", ids.bos), ("eos", ids.eod), ("pad", ids.pad)):
         if id is not None:
             getattr(writer, f"add_{name}_token_id")(id)

@@ -1,7 +1,7 @@
-"""Tokenizers as a GGUF file holds them, and as llama.cpp reads them from it.
+"""Tokenizers in a GGUF file, and their behaviour in llama.cpp.
 
-The rules are in llama.cpp's src/llama-vocab.cpp: it knows a tokenizer's model and a name for how text is
-split, and nothing else of tokenizer.json. So each vocabulary is tried on texts before a file is named.
+The rules are in llama.cpp's src/llama-vocab.cpp: a file records a tokenizer's model and a name for the
+splitting of text, and nothing else of tokenizer.json. So each vocabulary is tested on texts first.
 """
 
 import json
@@ -53,7 +53,7 @@ PATTERNS = {
 }
 """Patterns that a byte-level tokenizer splits text by, in turn -> llama.cpp's name for them.
 
-Under other names it only comes near: under tekken it takes marks of Hindi and Thai for no letters.
+Other names of llama.cpp only approximate: tekken does not treat marks of Hindi and Thai as letters.
 """
 
 
@@ -74,11 +74,11 @@ class Vocabulary:
 
     @cached_property
     def backend(self) -> Backend:
-        """A tokenizer that does with a text what llama.cpp does."""
+        """A tokenizer that encodes text as llama.cpp does."""
         ids = {token: id for id, token in enumerate(self.tokens)}
         if self.model == "gpt2":
             merges = [(left, right) for left, right in self.merges]
-            # a word of the vocabulary is one token then, whatever the merges say
+            # llama-bpe makes a word of the vocabulary one token, whatever the merges.
             whole_words = self.pre == "llama-bpe"
             backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=whole_words))
             patterns = next(patterns for patterns, name in PATTERNS.items() if name == self.pre)
@@ -86,7 +86,7 @@ class Vocabulary:
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         else:
-            # llama.cpp joins any two tokens that make a third, the best first.
+            # llama.cpp joins any two tokens that form a third, highest score first.
             assert self.scores is not None
             rows = zip(self.tokens, self.types, self.scores, strict=True)
             best = sorted(
@@ -106,9 +106,9 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """Return a tokenizer's tokens, padded to the model's `size`, as llama.cpp reads them.
+    """Return a tokenizer's tokens for llama.cpp, padded to the model's `size`.
 
-    Raises UserError if llama.cpp has no such tokenizer, or reads one of the texts of PROBE as other tokens.
+    Raises UserError if llama.cpp has no such tokenizer, or encodes a text of PROBE differently.
     """
     content = json.loads(tokenizer.content)
     model, added = content["model"], content.get("added_tokens") or []
@@ -167,25 +167,25 @@ def patterns_of(pre_tokenizer: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def compare_tokens(tokenizer: Tokenizer, theirs: Callable[[str], list[int]]) -> None:
-    """Compare the tokens of texts with llama.cpp's. Raises UserError if they differ.
+def compare_tokens(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> None:
+    """Compare the tokens of texts with llama.cpp's, by `encode`. Raises UserError if they differ.
 
-    llama.cpp composes no accents: texts are composed (NFC) for a tokenizer that does.
+    llama.cpp does not compose accents: texts are composed (NFC) first for a tokenizer that does.
     """
-    step = max(tokenizer.vocab_size // 1000, 1)  # names of a thousand tokens are texts too
+    step = max(tokenizer.vocab_size // 1000, 1)  # a thousand tokens serve as texts too
     pieces = [tokenizer.decode([id]) for id in range(0, tokenizer.vocab_size, step)]
     texts = [*PROBE, *(piece for piece in pieces if "\ufffd" not in piece)]
     if composes(tokenizer):
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    wrong = [text for text in texts if tokenizer.encode(text) != theirs(text)]
-    if wrong:
-        text = wrong[0]
+    differing = [text for text in texts if tokenizer.encode(text) != encode(text)]
+    if differing:
+        text = differing[0]
         raise UserError(
-            f"tokenizer: llama.cpp reads {text!r} as tokens {theirs(text)}, not {tokenizer.encode(text)}, "
-            f"and {len(wrong)} of {len(texts)} texts otherwise than this tokenizer; {ANOTHER_WAY}"
+            f"tokenizer: llama.cpp reads {text!r} as tokens {encode(text)}, not {tokenizer.encode(text)}, "
+            f"and {len(differing)} of {len(texts)} texts otherwise than this tokenizer; {ANOTHER_WAY}"
         )
 
 
 def composes(tokenizer: Tokenizer) -> bool:
-    """True for a tokenizer that composes letters and accents, and changes a text in no other way."""
+    """True if the only normalisation of a tokenizer composes letters and accents (NFC)."""
     return bool(json.loads(tokenizer.content).get("normalizer") == {"type": "NFC"})

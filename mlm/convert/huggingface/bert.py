@@ -1,4 +1,4 @@
-"""BERT and its kin as `transformers` stores them: rows of `ENCODERS`.
+"""BERT and its variants in `transformers`: rows of `ENCODERS`.
 
 model_type is bert (layer norm after the residual sums), megatron-bert (before attention and MLP), roberta,
 read from xlm-roberta and camembert too, or distilbert. Keys of config.json and their defaults: the
@@ -32,7 +32,7 @@ GELUS = (*hf.EXACT_GELU, *hf.TANH_GELU)
 def _keys(
     vocabulary: int, width: int, layers: int, heads: int, activations: tuple[str, ...] = GELUS
 ) -> hf.ConfigKeys:
-    """Keys of config.json with the defaults of a model type."""
+    """Return keys of config.json with the defaults of a model type."""
     return hf.ConfigKeys(
         activation="hidden_act",
         fixed=hf.UNSUPPORTED
@@ -89,7 +89,7 @@ _BERT_HEAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A model type as `transformers` names and configures it; the defaults are BERT's."""
+    """Names and configuration of a model type in `transformers`; the defaults are BERT's."""
 
     classes: str = "Bert"
     """Beginning of its classes' names."""
@@ -101,13 +101,13 @@ class Encoder:
     layers: str = "encoder.layer"
     qkv: tuple[str, str, str] = ("attention.self.query", "attention.self.key", "attention.self.value")
     layer: Mapping[str, str] = field(default_factory=lambda: _BERT_LAYER | _POST_NORMS)
-    """Our modules of a layer -> theirs."""
+    """Modules of a layer -> those of `transformers`."""
     head: Mapping[str, str] = field(default_factory=lambda: _BERT_HEAD)
-    """Our modules of the pretraining head -> theirs."""
+    """Modules of the pretraining head -> those of `transformers`."""
     bias: str = "cls.predictions.bias"
     """Bias of the masked-token head's output layer."""
     decoder: str = "cls.predictions.decoder"
-    """That layer, whose weight is a copy of the token table."""
+    """Output layer of the masked-token head, whose weight is a copy of the token table."""
     pooler: str = "pooler.dense"
     """Pooler of a classifier."""
     classifier: str = "classifier"
@@ -175,36 +175,36 @@ def architecture(model: ModelConfig) -> str:
 
 def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
     row = ENCODERS[model_type(model)]
-    for ours, theirs in (("token", "word"), ("position", "position"), ("token_type", "token_type")):
-        if ours != "token_type" or model.token_types:
-            yield f"{ours}.weight", Location((f"embeddings.{theirs}_embeddings.weight",))
+    for name, hf_name in (("token", "word"), ("position", "position"), ("token_type", "token_type")):
+        if name != "token_type" or model.token_types:
+            yield f"{name}.weight", Location((f"embeddings.{hf_name}_embeddings.weight",))
     if model.norm == "post":
         yield from weight_and_bias("embedding_norm", "embeddings.LayerNorm")
-    for layer in range(model.num_layers):
-        ours, stored = f"layers.{layer}", f"{row.layers}.{layer}"
-        qkv = [f"{stored}.{part}" for part in row.qkv]
-        yield from weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
-        for name, theirs in row.layer.items():
-            yield from weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
+    for number in range(model.num_layers):
+        layer, hf_layer = f"layers.{number}", f"{row.layers}.{number}"
+        qkv = [f"{hf_layer}.{part}" for part in row.qkv]
+        yield from weight_and_bias(f"{layer}.attention.qkv", *qkv, num_heads=model.num_heads)
+        for name, hf_name in row.layer.items():
+            yield from weight_and_bias(f"{layer}.{name}", f"{hf_layer}.{hf_name}")
     if model.norm == "pre":
         yield from weight_and_bias("final_norm", "encoder.ln")
     if model.head == "classification" or (model.head != "span" and row.kind == "bert"):
         yield from weight_and_bias("pooler", row.pooler)
     if model.head == "language_model":
-        for name, theirs in row.head.items():
-            yield from weight_and_bias(name, theirs)
+        for name, hf_name in row.head.items():
+            yield from weight_and_bias(name, hf_name)
         yield "mlm_head.vocabulary.bias", Location((row.bias,))
     if model.head in ("classification", "span"):
-        stored = row.classifier if model.head == "classification" else "qa_outputs"
-        yield from weight_and_bias("classifier", stored)
+        hf_head = row.classifier if model.head == "classification" else "qa_outputs"
+        yield from weight_and_bias("classifier", hf_head)
 
 
-def plain_name(theirs: str) -> str:
+def plain_name(stored_name: str) -> str:
     """Return a name without the base model's prefix, in today's spelling.
 
-    gamma and beta are TensorFlow's words for weight and bias, in files of 2018 and 2019.
+    gamma and beta are weight and bias in files of 2018 and 2019, converted from TensorFlow.
     """
-    name = re.sub("^(bert|roberta|distilbert)[.]", "", theirs)
+    name = re.sub("^(bert|roberta|distilbert)[.]", "", stored_name)
     name = re.sub(r"(?<=LayerNorm\.)gamma$", "weight", name)
     return re.sub(r"(?<=LayerNorm\.)beta$", "bias", name)
 
@@ -217,7 +217,7 @@ def renamings(names: Collection[str]) -> Mapping[str, str]:
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Return our settings for a configuration of ENCODERS, without a head, and notes on differences.
+    """Return the settings for a configuration of ENCODERS, without a head, and notes on differences.
 
     Raises ConfigError.
     """
@@ -233,18 +233,18 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
     if kind == "roberta":  # its table of positions begins after the id of padding
         pad = config.get("pad_token_id", 1)
         if type(pad) is not int or not 0 <= pad < model.max_positions - 1:
-            why = f"positions begin after it, and max_position_embeddings={model.max_positions}"
-            raise ConfigError([f"{path}: pad_token_id={hf.show(pad)} must be a token's id: {why}"])
+            reason = f"positions begin after it, and max_position_embeddings={model.max_positions}"
+            raise ConfigError([f"{path}: pad_token_id={hf.show(pad)} must be a token's id: {reason}"])
         positions = model.max_positions - pad - 1
         model = replace(model, max_positions=positions, options={"position_offset": pad + 1})
     if problem_of_model := model_problem(model):
         raise ConfigError([f"{path}: type_vocab_size: {problem_of_model}"])
     if model.ffn_hidden_size == 4 * model.hidden_size:
         model = replace(model, ffn_hidden_size=None)
-    last = config.get("classifier_dropout")
-    if last is not None and last != model.hidden_dropout:
+    dropout = config.get("classifier_dropout")
+    if dropout is not None and dropout != model.hidden_dropout:
         notes.append(
-            f"classifier_dropout={hf.show(last)} is not kept: model.hidden_dropout is one number for all, "
+            f"classifier_dropout={hf.show(dropout)} is not kept: model.hidden_dropout is one number for all, "
             f"hidden_dropout_prob={model.hidden_dropout} is taken"
         )
     return model, notes
@@ -253,25 +253,25 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     kind = model_type(model)
     offset = architecture_of(model).position_offset
-    known = {
+    values = {
         **asdict(model),
         "ffn_hidden_size": model.ffn_size,
         "max_positions": model.max_positions + offset,
     }
-    ends = {"bos_token_id": ids.bos, "eos_token_id": ids.eod}
+    end_ids = {"bos_token_id": ids.bos, "eos_token_id": ids.eod}
     return {
-        **ENCODERS[kind].keys.write(known, architecture(model)),
+        **ENCODERS[kind].keys.write(values, architecture(model)),
         "model_type": kind,
         "pad_token_id": offset - 1 if offset else ids.pad,
-        **({name: id for name, id in ends.items() if id is not None} if kind == "roberta" else {}),
+        **({name: id for name, id in end_ids.items() if id is not None} if kind == "roberta" else {}),
         **(hf.label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
 def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
-    """Return the model that these tensors make.
+    """Return the model in a folder by its tensors.
 
-    BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: missing
+    BertForMaskedLM has neither pooler nor sentence-order head, BertModel may lack the pooler: missing
     parameters take initial values. Raises UserError for two heads, and for an unsupported one.
     """
     row = ENCODERS[model_type(model)]
@@ -299,16 +299,16 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
             note = "left out: pooler.dense, which pretraining does not train"
         return hf.FolderContent(config, unused=unused, notes=(hf.Note(note),) if unused else ())
     order = row.head["sop_head"]
-    wanted = {"pooler": row.pooler} | ({"sop_head": order} if head == "language_model" else {})
-    missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in modules}
+    required = {"pooler": row.pooler} | ({"sop_head": order} if head == "language_model" else {})
+    missing = {module: hf_module for module, hf_module in required.items() if hf_module not in modules}
     notes = [
-        hf.Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
-        for ours, theirs in missing.items()
+        hf.Note(f"no {hf_module} is there: {module} takes initial values, which training moves", about=module)
+        for module, hf_module in missing.items()
     ]
     unused = frozenset(name for name in shapes if head is None and name.startswith(f"{order}."))
     if unused:
         notes.append(hf.Note(f"left out: {order}, as no masked-LM head is there", about="sop_head"))
-    filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
+    filled = frozenset(f"{module}.{part}" for module in missing for part in ("weight", "bias"))
     return hf.FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
 
 
@@ -333,29 +333,29 @@ def problem(model: ModelConfig, tokenizer: Tokenizer | None = None) -> str | Non
     if model.head == "classification":
         pooler = "relu" if kind == "distilbert" else "tanh"
         fixed |= {"model.options.pooler_activation": (option(model, "pooler_activation"), pooler)}
-    for key, (value, theirs) in fixed.items():
-        if value != theirs:
-            return f"its {key}={value}, and transformers' {ENCODERS[kind].classes} has {theirs}"
+    for key, (value, expected) in fixed.items():
+        if value != expected:
+            return f"its {key}={value}, and transformers' {ENCODERS[kind].classes} has {expected}"
     if kind == "roberta" and not offset:
         return (
             "its model.options.position_offset=0, and positions of transformers' RoBERTa begin after the id "
             "of padding: train it with model.options.position_offset=2, or with model.token_types=0"
         )
-    if tokenizer is not None and (other := padding_problem(model, tokenizer)):
-        return str(other)
+    if tokenizer is not None and (padding := padding_problem(model, tokenizer)):
+        return str(padding)
     return None
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    named = {name: getattr(tokenizer, f"{name}_id") for name in ("cls", "sep", "mask", "pad")}
-    tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+    ids_by_role = {name: getattr(tokenizer, f"{name}_id") for name in ("cls", "sep", "mask", "pad")}
+    tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in ids_by_role.items() if id is not None}
     types = ["token_type_ids"] if model.token_types > 1 else []
     unknown = {"unk_token": UNK} if UNK in tokenizer else {}
     return {**tokens, **unknown, "model_input_names": ["input_ids", *types, "attention_mask"]}
 
 
-def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
-    """Logits of the pretraining heads, or without a head hidden states, and pooled ones of a BERT."""
+def native_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
+    """Return logits of the pretraining heads; without a head hidden states, and a BERT's pooled states."""
     assert isinstance(stage, MaskedLanguageModel)
     rows = y.transpose(0, 1)[mask]  # [R, H]
     pooled = stage.pool(y) if isinstance(stage, BERT) else None
@@ -367,12 +367,12 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     return outputs
 
 
-def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
+def hf_outputs(hf_model: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     inputs = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
     has_pairs = family_of(content.config.kind).converts_as == "bert"
     if offset := architecture_of(content.config).position_offset:  # random tokens hold ids of padding, too
         inputs["position_ids"] = (torch.arange(probe.tokens.shape[1]) + offset).expand_as(probe.tokens)
-    output = theirs(probe.tokens, attention_mask=probe.mask.long(), **inputs)
+    output = hf_model(probe.tokens, attention_mask=probe.mask.long(), **inputs)
     filled = {name.partition(".")[0] for name in content.filled}
     match content.config.head:
         case "classification":
@@ -390,7 +390,7 @@ def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -
 
 
 def copies(model: ModelConfig) -> Mapping[str, str]:
-    """The output layer is the token table, with a separate bias."""
+    """Return the copies of the token table and bias in the output layer."""
     row = ENCODERS[model_type(model)]
     bias = {f"{row.decoder}.bias": row.bias} if row.bias != f"{row.decoder}.bias" else {}
     return {f"{row.decoder}.weight": "embeddings.word_embeddings.weight", **bias}
@@ -412,6 +412,6 @@ MAPPING = hf.HuggingFaceMapping(
     locations=locations,
     problem=problem,
     special_tokens=special_tokens,
-    our_outputs=our_outputs,
+    native_outputs=native_outputs,
     hf_outputs=hf_outputs,
 )

@@ -1,7 +1,7 @@
-"""A folder that `transformers` loads, made of any source: tensors, settings, tokenizer and model card.
+"""Export of any source to a folder that `transformers` loads: tensors, settings, tokenizer, model card.
 
-Tensors are read and written one at a time; the vocabulary is not padded. Adapters become a folder that `peft`
-loads, or are merged into the weights of their base.
+Tensors are read and written one at a time, without padding of the vocabulary. Adapters become a folder that
+`peft` loads, or are merged into the weights of their base.
 """
 
 import json
@@ -41,7 +41,7 @@ Compare = Callable[[Path, Path], object]
 
 
 def export_problems(ckpt: str, out: str, max_file_gb: float) -> list[str]:
-    """Return what is wrong with a checkpoint to export, and with `out`; no tensor is read."""
+    """Return the problems of a checkpoint to export, and of `out`; no tensor is read."""
     problems = out_problems(out)
     if not max_file_gb > 0:
         problems.append(f"max_file_gb={max_file_gb} must be greater than 0")
@@ -63,10 +63,10 @@ def export_model(
     compare: Compare | None,
     base: str | None = None,
 ) -> tuple[dict[str, object], list[str], str]:
-    """Verify the digests, write a new folder, compare and publish; return columns, notes and a line on it.
+    """Verify digests, write a new folder, compare and publish; return columns, notes and a summary line.
 
-    `compare(folder, checkpoint)` raises UserError where outputs differ; None compares none. `base` is another
-    name for the base of adapters.
+    `compare(folder, checkpoint)` raises UserError if outputs differ; None skips it. `base` is another name
+    for the base of adapters.
     """
     mapping, count = hf_mapping(source), tensor_bytes(source, torch.float32)
     with new_folder(out, count, "exported-model") as folder:
@@ -97,27 +97,27 @@ def export_model(
 
 
 def write_adapters(source: Checkpoint, base: Source, folder: Path, base_name: str) -> int:
-    """Write adapters as `peft` does, with its settings, which name the base; return their rank.
+    """Write adapters, and the head of a task, as `peft` stores them; return the rank of the adapters.
 
-    A task's head is written with them, unsplit. Raises UserError if `transformers` has it otherwise.
+    Raises UserError if `transformers` has another head.
     """
     lora, mapping = source.config.lora, hf_mapping(source)
 
-    def read(name: str) -> Tensor:
+    def load(name: str) -> Tensor:
         return source.read(name, Region.full(source.manifest.tensors[f"model.{name}"].shape))
 
-    tensors = peft.stored_tensors(source.model, lora, read, base.read_full)
+    tensors = peft.stored_tensors(source.model, lora, load, base.read_full)
     head = {name.removeprefix("model.") for name in source.manifest.tensors if ".lora." not in name}
-    locations = {ours: location for ours, location in mapping.locations(source.model) if ours in head}
-    trained = [mapping.stored_name(location.names[0], source.model) for location in locations.values()]
+    locations = {key: location for key, location in mapping.locations(source.model) if key in head}
+    head_names = [mapping.stored_name(location.names[0], source.model) for location in locations.values()]
     if locations and source.model.head in mapping.heads_without_bias:
         raise UserError(
             f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, which these "
             "adapters were trained with; use mlm export hf merge=true"
         )
-    settings = peft.write_config(source.model, lora, base_name, tensors, trained)
-    for name, (ours, location) in zip(trained, locations.items(), strict=True):
-        tensors[f"{peft.PREFIX}{name}"] = location.to_theirs(read(ours))[0]
+    settings = peft.write_config(source.model, lora, base_name, tensors, head_names)
+    for name, (key, location) in zip(head_names, locations.items(), strict=True):
+        tensors[f"{peft.PREFIX}{name}"] = location.to_stored(load(key))[0]
     tensors = {name: value.contiguous() for name, value in tensors.items()}
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
@@ -130,7 +130,7 @@ def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
 
 
 def hf_mapping(source: Source) -> HuggingFaceMapping:
-    """Return how `transformers` holds such a model. Raises UserError if it has none."""
+    """Return the mapping of a source's model. Raises UserError if `transformers` has no such model."""
     model, mapping = source.model, mapping_of(source.model)
     if mapping is None:
         raise UserError(f"{source.path}: its model.kind={model.kind} has no counterpart in transformers")
@@ -158,13 +158,13 @@ def write_hf(
         mapping.locations(model), source.parameters, lambda name: mapping.stored_name(name, model)
     )
     forms = {name: Form(dtype, tensor.shape) for name, tensor in tensors.items()}
-    # 256 bytes: what a tensor needs in the header of its file, at most.
+    # 256 bytes: upper bound for a tensor's entry in the file header.
     groups = group_by_size(tensors, lambda name: forms[name].num_bytes + 256, int(file_gb * GB))
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     files = dict(zip(names if len(groups) > 1 else [WEIGHTS], groups, strict=True))
     shift = folded_bias(source, mapping)
 
-    def read(name: str) -> Tensor:
+    def compute(name: str) -> Tensor:
         value = tensors[name].compute(source.read)
         if shift is not None and tensors[name].sources[0][0] == "final_norm.bias":
             value = value + shift
@@ -172,15 +172,15 @@ def write_hf(
 
     def write(file: str) -> None:
         write_stream(
-            folder / file, {name: forms[name] for name in files[file]}, read, SAFETENSORS_FOR, advance
+            folder / file, {name: forms[name] for name in files[file]}, compute, SAFETENSORS_FOR, advance
         )
 
     for file in files:
         write_file(folder / file, partial(write, file))
     if len(files) > 1:
         size = sum(form.num_bytes for form in forms.values())
-        listed = {name: file for file, stored in files.items() for name in stored}
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
+        weight_map = {name: file for file, stored in files.items() for name in stored}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     config = hf_config(source, mapping)
     if dtype != torch.float32:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -190,21 +190,21 @@ def write_hf(
 
 
 def hf_config(source: Source, mapping: HuggingFaceMapping) -> dict[str, JSON]:
-    """Return config.json, with the ids that end texts of the tokenizer, else as the source declares them."""
+    """Return config.json; ids that end texts come from the tokenizer, else from the source's declaration."""
     config, tokenizer = mapping.write(source.model, token_ids(source)), source.tokenizer
-    if tokenizer is None and isinstance(kept := source.manifest.state.get("source"), dict):
-        config |= {key: kept[key] for key in ("bos_token_id", "eos_token_id") if key in kept}
+    if tokenizer is None and isinstance(origin := source.manifest.state.get("source"), dict):
+        config |= {key: origin[key] for key in ("bos_token_id", "eos_token_id") if key in origin}
     if tokenizer is not None and "eos_token_id" in config:
         eod = tokenizer.eod_id
-        config["eos_token_id"] = one_or_all([eod, *sorted(tokenizer.end_ids - {eod})])
+        config["eos_token_id"] = single_or_list([eod, *sorted(tokenizer.end_ids - {eod})])
     return config
 
 
 def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
     """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
-    It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
-    same up to rounding. Raises UserError if there is no such d.
+    It is the least-norm d with W d = b. Only the classifier W reads that norm's output, so logits change by
+    rounding alone. Raises UserError if no d exists.
     """
     if source.model.head not in mapping.heads_without_bias:
         return None
@@ -239,13 +239,13 @@ def write_settings(
     if template is not None:
         template.save_sources(folder)
     declared = tokenizer.declared
-    # GPT-2's classifiers pad with the end of a document where nothing declares a padding
-    kept = {key: value for key, value in tokenizer.settings.items() if (key, value) != ("pad_token", None)}
+    # GPT-2's classifiers pad with the end of a document if no padding is declared.
+    extra = {key: value for key, value in tokenizer.settings.items() if (key, value) != ("pad_token", None)}
     settings = {
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         **mapping.special_tokens(tokenizer, model, ids),
-        **kept,
+        **extra,
         **({} if template is None else template.settings),
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
@@ -256,26 +256,26 @@ def write_settings(
         generation = {
             "bos_token_id": mapping.write(model, ids).get("bos_token_id"),
             **(declared.generation or {"_from_model_config": True}),
-            "eos_token_id": one_or_all([*(id for id in listed if id in ends), *sorted(ends - {*listed})]),
+            "eos_token_id": single_or_list([*(id for id in listed if id in ends), *sorted(ends - {*listed})]),
         }
         write_json(folder / "generation_config.json", generation)
 
 
-def one_or_all(ids: list[int]) -> int | list[int]:
+def single_or_list(ids: list[int]) -> int | list[int]:
     return ids[0] if len(ids) == 1 else ids
 
 
 def token_ids(source: Source) -> TokenIds:
-    """Return ids and labels for config.json: the imported folder's, else of tokenizer and task."""
+    """Return ids and labels for config.json, from the imported folder, else from tokenizer and task."""
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
-    kept, is_causal = imported.get("pad_token_id"), family_of(source.model.kind).causal
+    imported_pad, is_causal = imported.get("pad_token_id"), family_of(source.model.kind).causal
     labels = dig(source.manifest.state, FINETUNING, "depends_on", "task.labels") or imported.get("labels")
     names = as_strings(labels)
     on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
-    if isinstance(kept, int) or (imported and is_causal):  # which says so itself, or has none
-        pad = kept
+    if isinstance(imported_pad, int) or (imported and is_causal):  # the import's padding, if any, counts
+        pad = imported_pad
     return TokenIds(eod, bos, pad, names, ends_texts=on_texts and is_causal)
 
 

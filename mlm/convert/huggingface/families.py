@@ -10,7 +10,7 @@ from mlm.models.lora import LayerNames
 
 
 def mapping_of_kind(kind: str) -> HuggingFaceMapping:
-    """Return the mapping of a shipped kind, whose module is imported now."""
+    """Return the mapping of a shipped kind; its module is imported on demand."""
     module = {"roberta": "bert"}.get(kind, kind)
     mapping: HuggingFaceMapping = import_module(f"mlm.convert.huggingface.{module}").MAPPING
     return mapping
@@ -23,14 +23,14 @@ def mapping_of(model: ModelConfig) -> HuggingFaceMapping | None:
 
 
 def layer_locations(model: ModelConfig) -> dict[str, Location]:
-    """Return where the weights of layers are stored, by our module; empty without such a model."""
+    """Return the locations of the weights of layers, by module; {} if `transformers` has no such model."""
     mapping = mapping_of(model)
     locations = [] if mapping is None else mapping.locations(model)
-    return {name.removesuffix(".weight"): at for name, at in locations if name.endswith(".weight")}
+    return {n.removesuffix(".weight"): location for n, location in locations if n.endswith(".weight")}
 
 
 def layer_names(model: ModelConfig) -> LayerNames:
-    """Return their names by our module, for targets of adapters."""
+    """Return the names of layers in `transformers`, by module, for targets of adapters."""
     return {
         name: tuple(part.removesuffix(".weight") for part in location.names)
         for name, location in layer_locations(model).items()

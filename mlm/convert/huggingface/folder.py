@@ -1,8 +1,7 @@
-"""A model folder of `transformers`, or of the Hub, read without it: settings, files, names of tensors.
+"""A model folder of `transformers` or the Hub, read without that library: settings, files, tensor names.
 
 Only JSON and safetensors are read. Nothing in the folder is executed, sizes are bounded before anything is
-read, and no file outside it is opened: links are followed only as the Hub's cache makes them (snapshots/… ->
-blobs/…).
+read, and no file outside it is opened, except through links in the Hub's cache (snapshots/… -> blobs/…).
 """
 
 import os
@@ -41,14 +40,14 @@ TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
     *(TOKENIZER_SETTINGS, "added_tokens.json", "special_tokens_map.json"),
 )
-"""Files of tokenizers; the last but one is read if there is no tokenizer.json."""
+"""Files of tokenizers; the last but one is only read without tokenizer.json."""
 SMALL_FILES = (
     *(CONFIG, ADAPTER, INDEX, *TOKENIZER, "generation_config.json"),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 )
 """All files that are read in addition to the tensors."""
 EXPORTED_AGAIN = ("README.md", "additional_chat_templates/*.jinja")
-"""Files that decide nothing, and which an export has again."""
+"""Files that are only read to be exported again."""
 TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the tensors to fetch from the Hub: no pickle, no code."""
 EXTRA = "pip install 'mlm[hf]'"
@@ -57,13 +56,13 @@ SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 SAVE_AGAIN = "Download or save it again"
 LANGUAGE_MODELS = {"model.language_model.": "model.", "language_model.": ""}
-"""Prefix of the language model in a multi-modal model -> prefix of the same tensors without the others."""
+"""Prefix of the language model in a multi-modal model -> prefix of its tensors in a language model."""
 
 
 def find_file(folder: Path, name: str) -> Path | None:
     """Return a regular file of the folder, or of the Hub's cache that a snapshot links to; None if absent.
 
-    Raises UserError if it is something else, or larger than such a file can be.
+    Raises UserError if it is not a regular file, or larger than MAX_BYTES.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -75,16 +74,16 @@ def find_file(folder: Path, name: str) -> Path | None:
         raise UserError(
             f"{path}: cannot be opened: {error}. Make it readable, or {SAVE_AGAIN.lower()}"
         ) from error
-    allowed = [root]
+    allowed_parents = [root]
     if root.parent.name == "snapshots":  # models--owner--name/snapshots/COMMIT: blobs of it, or of all models
-        allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
-    if not any(target.is_relative_to(parent) for parent in allowed):
+        allowed_parents += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
+    if not any(target.is_relative_to(parent) for parent in allowed_parents):
         raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: no plain file. {SAVE_AGAIN}")
-    most = MAX_BYTES.get(name)
-    if most is not None and status.st_size > most:
-        raise UserError(f"{path}: {status.st_size} bytes, {most} is the limit. {SAVE_AGAIN}")
+    max_bytes = MAX_BYTES.get(name)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise UserError(f"{path}: {status.st_size} bytes, {max_bytes} is the limit. {SAVE_AGAIN}")
     return target
 
 
@@ -107,7 +106,7 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model folder: its settings, and where its tensors are."""
+    """Settings of a model folder, and the locations of its tensors."""
 
     folder: Path
     mapping: HuggingFaceMapping
@@ -119,11 +118,11 @@ class HFModel:
     stored: Mapping[str, tuple[str, Stored]]
     """Plain name of each tensor -> its file and layout."""
     renamings: Mapping[str, str]
-    """Patterns and replacements of its names: `key_mapping` of `transformers`."""
+    """Patterns and replacements of tensor names: `key_mapping` of `transformers`."""
     notes: tuple[Note, ...]
     """Remarks for the user, one line each."""
-    kept: TokenIds
-    """Padding and labels that an export writes again."""
+    token_ids: TokenIds
+    """Padding and labels that a later export writes."""
 
     @property
     def config(self) -> ModelConfig:
@@ -131,13 +130,8 @@ class HFModel:
 
     @property
     def is_tied(self) -> bool:
-        """True if the output layer is the token table even where the folder holds no output layer."""
+        """True if the output layer is the token table, even if the folder stores no output layer."""
         return self.raw.get("tie_word_embeddings", True) is True
-
-    @property
-    def copies(self) -> Mapping[str, str]:
-        """Tensors that may be stored a second time -> the tensor they must equal."""
-        return self.mapping.copies(self.config)
 
     @property
     def architecture(self) -> str:
@@ -145,9 +139,9 @@ class HFModel:
 
 
 def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], ModelConfig, tuple[Note, ...]]:
-    """Read config.json of a model folder: its family, content, our settings without the head, and notes.
+    """Read config.json of a model folder: its family, content, settings without the head, and notes.
 
-    Raises UserError with all its problems together.
+    Raises UserError with all problems together.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
@@ -161,10 +155,10 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     by_type = {model_type: mapping for mapping in mappings for model_type in mapping.model_types}
     mapping = by_type.get(str(raw.get("model_type")))
     if mapping is None:
-        given = raw.get("model_type")
-        near = nearest(str(given), by_type)
-        fix = "the reference's page Model families lists those that are" + (f", such as {near}" * bool(near))
-        raise UserError(f"{path}: model_type={show(given)} is not a model of ours; {fix}")
+        model_type = raw.get("model_type")
+        hint = nearest(str(model_type), by_type)
+        fix = "the reference's page Model families lists those that are" + (f", such as {hint}" * bool(hint))
+        raise UserError(f"{path}: model_type={show(model_type)} is not a model of ours; {fix}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
 
@@ -184,49 +178,49 @@ def read_model(folder: Path) -> HFModel:
     )
     for pattern, replacement in mapping.renamings(unwrapped.values()).items():
         renamings[pattern] = replacement
-        unwrapped = {theirs: re.sub(pattern, replacement, name) for theirs, name in unwrapped.items()}
+        unwrapped = {key: re.sub(pattern, replacement, name) for key, name in unwrapped.items()}
     stored: dict[str, tuple[str, Stored]] = {}
     for file, header in headers.items():
-        for theirs, layout in header.items():
-            if theirs not in unwrapped:
+        for stored_name, layout in header.items():
+            if stored_name not in unwrapped:
                 continue
-            name = mapping.plain(unwrapped[theirs])
+            name = mapping.plain(unwrapped[stored_name])
             if name in stored:
-                both = f"{stored[name][0]} and in {file}"
-                raise CorruptFileError(f"{folder}: {name} is in {both}. {SAVE_AGAIN}")
+                locations = f"{stored[name][0]} and in {file}"
+                raise CorruptFileError(f"{folder}: {name} is in {locations}. {SAVE_AGAIN}")
             stored[name] = file, layout
     for copy, name in mapping.copies(config).items():
         is_tied = raw.get("tie_word_embeddings", True) is True
-        if is_tied and name not in stored and copy in stored:  # some writers keep the other of two equal
+        if is_tied and name not in stored and copy in stored:  # some writers store only the copy
             stored[name] = stored.pop(copy)
     shapes = {name: layout.shape for name, (_, layout) in stored.items()}
     content = mapping.content(config, shapes, str(folder))
     architectures = raw.get("architectures")
-    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if content.config.head == "none" and named.endswith("ForCausalLM"):
+    class_name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if content.config.head == "none" and class_name.endswith("ForCausalLM"):
         raise UserError(
-            f"{folder}: holds no lm_head.weight, which {show(named)} has. Save the model again, or set "
+            f"{folder}: holds no lm_head.weight, which {show(class_name)} has. Save the model again, or set "
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
-    kept, lost = token_ids_to_keep(raw, content.config)
-    notes = (*notes, *parts, *content.notes, *lost)
-    return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, kept)
+    token_ids, id_notes = token_ids_to_keep(raw, content.config)
+    notes = (*notes, *parts, *content.notes, *id_notes)
+    return HFModel(folder, mapping, raw, content, files, stored, renamings, notes, token_ids)
 
 
 def language_model_names(stored: Sequence[str]) -> tuple[dict[str, str], dict[str, str], list[Note]]:
-    """Return a language model's names by stored name, the renaming to them, and notes.
+    """Return a language model's tensor names by stored name, the renaming to them, and notes.
 
-    Names of the other parts of a multi-modal model are left out.
+    Tensors of other parts of a multi-modal model are left out.
     """
-    outer = next((o for o in LANGUAGE_MODELS if any(name.startswith(o) for name in stored)), "")
-    if not outer:
+    prefix = next((o for o in LANGUAGE_MODELS if any(name.startswith(o) for name in stored)), "")
+    if not prefix:
         return {name: name for name in stored}, {}, []
-    pattern, plain, notes = f"^{re.escape(outer)}", LANGUAGE_MODELS[outer], list[Note]()
-    kept = [name for name in stored if name.startswith((outer, "lm_head."))]
-    notes.append(Note(f"names begin with {outer}: read without"))
-    if others := sorted(set(stored) - set(kept)):
-        notes.append(Note(f"left out, outside the language model: {others[0]} and {len(others) - 1} more"))
-    return {name: re.sub(pattern, plain, name) for name in kept}, {pattern: plain}, notes
+    pattern, new_prefix, notes = f"^{re.escape(prefix)}", LANGUAGE_MODELS[prefix], list[Note]()
+    inner = [name for name in stored if name.startswith((prefix, "lm_head."))]
+    notes.append(Note(f"names begin with {prefix}: read without"))
+    if outside := sorted(set(stored) - set(inner)):
+        notes.append(Note(f"left out, outside the language model: {outside[0]} and {len(outside) - 1} more"))
+    return {name: re.sub(pattern, new_prefix, name) for name in inner}, {pattern: new_prefix}, notes
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -234,17 +228,17 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if path := find_file(folder, WEIGHTS):
         return {WEIGHTS: path}
     if not find_file(folder, INDEX):
-        other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
+        example = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
         raise UserError(
-            f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a "
+            f"{example}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a "
             "safetensors version? Else load it where you trust it, by transformers, and name what "
             "save_pretrained writes"
         )
-    listed = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
+    shards = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(f, str) for f in shards.values()):
         raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {SAVE_AGAIN}")
     files = {}
-    for name in sorted(set(listed.values())):
+    for name in sorted(set(shards.values())):
         if not SHARD_NAME.fullmatch(name):
             raise CorruptFileError(
                 f"{folder / INDEX}: the file name {show(name)} is not allowed. {SAVE_AGAIN}"
@@ -261,7 +255,8 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
 
     Raises UserError in one line for any failure.
     """
-    read_settings(download(repository, revision, SMALL_FILES, setting))  # before gigabytes in vain
+    # An unsupported model is rejected before gigabytes are downloaded.
+    read_settings(download(repository, revision, SMALL_FILES, setting))
     return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES, *EXPORTED_AGAIN), setting)
 
 
@@ -276,13 +271,13 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
         ) from error
     try:
         folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
-    except Exception as error:  # the library raises many kinds, its HTTP client's too
+    except Exception as error:  # errors of the library and its HTTP client have no common base class
         reason = reason_of(error)
         if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             reason = "out of reach from here, and its cache does not hold it"
-        at = "" if revision is None else f" revision={revision}"
+        suffix = "" if revision is None else f" revision={revision}"
         raise UserError(
-            f"{setting}={repository}{at}: no such folder, and the Hub does not give it ({reason}). "
+            f"{setting}={repository}{suffix}: no such folder, and the Hub does not give it ({reason}). "
             f"Fix the id or the connection, or give a folder with config.json and model.safetensors"
         ) from error
     return Path(folder)
@@ -291,7 +286,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
 def reason_of(error: Exception) -> str:
     """Return the first line of an error of `huggingface_hub`, without the token.
 
-    An HTTP client shows headers that it cannot send.
+    HTTP clients print headers that they cannot send.
     """
     lines = re.sub("Bearer [^'\"]*", "Bearer …", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -326,8 +321,8 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     notes = []
     # `transformers` adds tokens of tokenizer_config.json at loading; ours reads tokenizer.json alone.
     settings = read_json(folder, TOKENIZER_SETTINGS) if find_file(folder, TOKENIZER_SETTINGS) else {}
-    listed = settings.get("added_tokens_decoder")
-    tokens = list(listed.values()) if isinstance(listed, dict) else []
+    decoder = settings.get("added_tokens_decoder")
+    tokens = list(decoder.values()) if isinstance(decoder, dict) else []
     names = [token.get("content") for token in tokens if isinstance(token, dict)]
     if unread := [name for name in names if isinstance(name, str) and name not in tokenizer]:
         notes.append(
@@ -347,19 +342,19 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
 
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[dict[str, JSON], list[str]]:
-    """Return what an export writes into config.json again, and a note on what is not kept.
+    """Return entries of config.json for a later export, and a note on one that is not kept.
 
-    These are padding and labels, and without a tokenizer, which has them, the ids that begin and end texts.
+    They are padding and labels and, without a tokenizer to supply them, the ids that begin and end texts.
     """
-    pad, labels, notes = model.kept.pad, model.kept.labels, list[str]()
-    kept: dict[str, JSON] = {"labels": list(labels)} if labels else {}
+    pad, labels, notes = model.token_ids.pad, model.token_ids.labels, list[str]()
+    entries: dict[str, JSON] = {"labels": list(labels)} if labels else {}
     if tokenizer is None:
-        kept |= declared_ids(model.raw, model.config.vocab_size)
-    kept.pop("pad_token_id", None)
+        entries |= declared_ids(model.raw, model.config.vocab_size)
+    entries.pop("pad_token_id", None)
     is_usable = tokenizer is None or pad in tokenizer.added_ids or not model.mapping.pads_with_special_token
     if pad is not None and is_usable:
-        kept["pad_token_id"] = pad
+        entries["pad_token_id"] = pad
     elif pad is not None:
-        why = "is no special token of the tokenizer: an export names the end of document"
-        notes.append(f"pad_token_id={pad} is not kept: it {why}")
-    return kept, notes
+        problem = "is no special token of the tokenizer: an export names the end of document"
+        notes.append(f"pad_token_id={pad} is not kept: it {problem}")
+    return entries, notes

@@ -1,4 +1,4 @@
-"""GPT-2 as `transformers` stores it.
+"""GPT-2 in `transformers`.
 
 Keys of config.json and their defaults: the documentation of GPT2Config
 (https://huggingface.co/docs/transformers/model_doc/gpt2).
@@ -74,10 +74,10 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
     yield "token.weight", Location(("wte.weight",))
     yield "position.weight", Location(("wpe.weight",))
     for layer in range(model.num_layers):
-        for ours, (theirs, transposed) in _LAYER.items():
-            heads = model.num_heads if ours == "attention.qkv" else None
-            name = f"h.{layer}.{theirs}"
-            yield from weight_and_bias(f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads)
+        for module, (hf_module, transposed) in _LAYER.items():
+            heads = model.num_heads if module == "attention.qkv" else None
+            names = f"layers.{layer}.{module}", f"h.{layer}.{hf_module}"
+            yield from weight_and_bias(*names, transposed=transposed, num_heads=heads)
     yield from weight_and_bias("final_norm", "ln_f")
     if model.head == "classification":
         yield "classifier.weight", Location(("score.weight",))
@@ -86,7 +86,7 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
+    """Return the settings for a GPT2Config, and notes on differences. Raises ConfigError."""
     config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
     model, _ = _KEYS.read(config, path, "GPT-2")
     notes, dropout = [], config.get("embd_pdrop", 0.1)
@@ -112,10 +112,10 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
 
 
 def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
-    """Return the model that these tensors make.
+    """Return the model in a folder by its tensors.
 
-    Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError if
-    there are two heads.
+    Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError for
+    two heads.
     """
     heads: dict[hf.Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
     head = hf.one_head(heads, shapes, path)
@@ -127,7 +127,7 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    """Return GPT-2's one special token in all its roles, and the padding."""
+    """Return GPT-2's only special token in all its roles, and the padding."""
     eod = tokenizer.decode([tokenizer.eod_id])
     pads_with_eod = ids.pad is None and model.head == "classification" and not ids.ends_texts
     pad = tokenizer.eod_id if pads_with_eod else ids.pad
@@ -135,7 +135,7 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -
     return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
 
 
-def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
+def native_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     assert isinstance(stage, GPT2)
     rows = y.transpose(0, 1)[mask]  # [R, H]
     if stage.config.head != "language_model":
@@ -143,13 +143,13 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     return {"logits": full_logits(rows, stage.vocabulary)}
 
 
-def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
+def hf_outputs(hf_model: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     head = content.config.head
     if head == "classification":
-        theirs.config.pad_token_id = None  # a random token could be its padding: sample by sample, without
+        hf_model.config.pad_token_id = None  # a random token could be its padding: sample by sample, without
         samples = zip(probe.tokens, probe.lengths.tolist(), strict=True)
-        return {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in samples])}
-    output = theirs(probe.tokens, attention_mask=probe.mask.long())
+        return {"logits": torch.cat([hf_model(row[None, :length]).logits for row, length in samples])}
+    output = hf_model(probe.tokens, attention_mask=probe.mask.long())
     if head == "span":
         return {"logits": torch.stack([output.start_logits, output.end_logits], -1)[probe.mask]}
     if head == "none":
@@ -172,6 +172,6 @@ MAPPING = hf.HuggingFaceMapping(
     heads_without_bias=frozenset({"classification"}),
     pads_with_special_token=True,  # the exported tokenizer would take a piece of words for padding
     special_tokens=special_tokens,
-    our_outputs=our_outputs,
+    native_outputs=native_outputs,
     hf_outputs=hf_outputs,
 )

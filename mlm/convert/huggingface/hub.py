@@ -14,7 +14,7 @@ from mlm.util.extras import load_extra
 
 
 def push_problems(push: str, source: Checkpoint, *, public: bool, base: str | None, merge: bool) -> list[str]:
-    """Return what keeps an export from the Hub: its name, its base, no token, or a public repository."""
+    """Return the problems of an upload: its name, its base, a missing token, or a public repository."""
     typed = f"push={push}"
     if source.base is not None and not merge and base is None and not hub_id(source.base_name):
         name, publish = source.base_name, f"hf upload OWNER/BASE {source.base_name} --private"
@@ -32,7 +32,7 @@ def push_problems(push: str, source: Checkpoint, *, public: bool, base: str | No
     if hub.get_token() is None:
         return [f"{typed}: no token of the Hub: run `hf auth login`, or set HF_TOKEN"]
     try:
-        is_open = not _asked(typed, lambda: hub.HfApi().repo_info(push).private)
+        is_open = not call_hub(typed, lambda: hub.HfApi().repo_info(push).private)
     except UserError as error:
         is_new = isinstance(error.__cause__, hub.errors.RepositoryNotFoundError)
         return [] if is_new else list(error.problems)
@@ -45,7 +45,7 @@ def push_folder(folder: Path, push: str, *, public: bool) -> str:
     """Upload a folder to a repository, a new one if there is none; return its address. Raises UserError."""
     api = load_extra("huggingface_hub", f"push={push}", "hf").HfApi()
     command = shlex.join(["hf", "upload", push, str(folder), *["--private"] * (not public)])
-    again = f"{folder} is complete: try again by `{command}`"
+    remedy = f"{folder} is complete: try again by `{command}`"
 
     def upload() -> str:
         url = str(api.create_repo(push, private=not public, exist_ok=True))
@@ -53,13 +53,13 @@ def push_folder(folder: Path, push: str, *, public: bool) -> str:
         return url
 
     try:
-        return str(_asked(f"push={push}", upload, f"; {again}"))
-    except (KeyboardInterrupt, SystemExit):  # the same command would find the folder in its way
-        print(f"push={push}: stopped; {again}", file=sys.stderr)
+        return str(call_hub(f"push={push}", upload, f"; {remedy}"))
+    except (KeyboardInterrupt, SystemExit):  # the same command would reject the existing folder
+        print(f"push={push}: stopped; {remedy}", file=sys.stderr)
         raise
 
 
-def _asked(
+def call_hub(
     typed: str, request: Callable[[], Any], fix: str = ": fix the name, the token or the connection"
 ) -> Any:
     try:

@@ -1,4 +1,4 @@
-"""A model of `transformers` or the Hub as a run directory; adapters of `peft` as one that names their base.
+"""Import of a model of `transformers` or the Hub, or of adapters of `peft`, as a run directory.
 
 config.json, safetensors and the tokenizer are read without `transformers`.
 """
@@ -43,7 +43,7 @@ from mlm.util.terminal import one_line, progress_bar
 
 
 def import_problems(source: str, out: str, revision: str | None = None, base: str | None = None) -> list[str]:
-    """Return what is wrong with a folder or id to import, and with `out`; nothing is downloaded."""
+    """Return the problems of a folder or id to import, and of `out`; nothing is downloaded."""
     problems, folder = out_problems(out), Path(source)
     if base is not None and not is_adapter(source):
         problems.append(f"base={base}: source={source} is not a folder that holds adapters; leave it out")
@@ -66,10 +66,10 @@ def is_adapter(source: str) -> bool:
 def import_model(
     name: str, out: Path, *, revision: str | None, compare: Compare | None
 ) -> tuple[HFModel, list[str], str, str]:
-    """Read, write, compare and publish; return the model, notes, and what was compared and written.
+    """Read, write, compare and publish; return the model, notes, and lines on comparison and run.
 
-    `name` is a folder or an id that `import_problems` accepts. `compare(folder, run)` raises UserError where
-    outputs differ; None compares none. Raises UserError and leaves no files.
+    `name` is a folder or an id that `import_problems` accepts. `compare(folder, run)` raises UserError if
+    outputs differ; None skips it. Raises UserError and leaves no files.
     """
     folder, commit = Path(name), None
     if not folder.exists():
@@ -89,40 +89,40 @@ def import_model(
         with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
             path = write_native(source, run, origin, advance)
         line = NOT_COMPARED if compare is None else str(compare(folder, run))
-    # What the folder holds and no export of the run will hold.
-    known, notes = {*SMALL_FILES, *source.hf.files, CARD}, source.conversion_notes
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in known)
-    lost = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
+    # Files of the folder that no export of the run will hold are named in a note.
+    exported, notes = {*SMALL_FILES, *source.hf.files, CARD}, source.conversion_notes
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in exported)
+    dropped = [name for name in names if not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)]
     if "auto_map" in read_config(folder / SETTINGS):
-        lost.append(f"auto_map of {SETTINGS}")
-    if lost:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        notes.append(f"not carried: {', '.join(map(one_line, lost[:5]))}{more}")
+        dropped.append(f"auto_map of {SETTINGS}")
+    if dropped:
+        more = f" and {len(dropped) - 5} more" if len(dropped) > 5 else ""
+        notes.append(f"not carried: {', '.join(map(one_line, dropped[:5]))}{more}")
     return source.hf, notes, line, f"written to {out / CHECKPOINTS / path.name}"
 
 
 def import_adapters(folder: Path, out: Path, *, base: str | None) -> tuple[dict[str, object], str, str]:
-    """Write adapters of `peft` as a run that names their base; return columns, and lines on both.
+    """Write adapters of `peft` as a run that names their base; return columns, and lines on base and run.
 
     Raises UserError and leaves no files.
     """
     settings, weights = read_json(folder, peft.CONFIG), folder / peft.WEIGHTS
     name = base or str(settings.get("base_model_name_or_path"))
     try:
-        below = open_source(name)
+        base_source = open_source(name)
     except UserError as error:
         raise UserError(f"base={name}: the base of {folder} cannot be read ({error}); set base=…") from error
-    below.check()
+    base_source.check()
     stored = dict[str, Tensor]()
     with reading_from(weights, SAVE_AGAIN), open_input(weights) as f:
-        for theirs, layout in read_safetensors_header(weights, SAVE_AGAIN)[1].items():
-            whole, stored[theirs] = Region.full(layout.shape), torch.empty(layout.shape)
+        for key, layout in read_safetensors_header(weights, SAVE_AGAIN)[1].items():
+            full, stored[key] = Region.full(layout.shape), torch.empty(layout.shape)
             if layout.dtype in FLOATS:
-                copy_region(f, layout, whole, whole, stored[theirs])
-            if layout.dtype not in FLOATS or not stored[theirs].isfinite().all():
-                raise CorruptFileError(f"{weights}: {theirs} has other than finite numbers. {SAVE_AGAIN}")
-    model, entries = below.model, dict[str, TensorEntry]()
-    lora, tensors = peft.read_adapters(settings, stored, model, below.read_full)
+                copy_region(f, layout, full, full, stored[key])
+            if layout.dtype not in FLOATS or not stored[key].isfinite().all():
+                raise CorruptFileError(f"{weights}: {key} has other than finite numbers. {SAVE_AGAIN}")
+    model, entries = base_source.model, dict[str, TensorEntry]()
+    lora, tensors = peft.read_adapters(settings, stored, model, base_source.read_full)
     for shard, _ in adapter_shards(model, lora, layer_names(model)):
         split = split_of(shard, model.vocab_multiple)
         entries[f"model.{shard.name}"] = TensorEntry(shard.global_shape, torch.float32, split)
@@ -133,8 +133,8 @@ def import_adapters(folder: Path, out: Path, *, base: str | None) -> tuple[dict[
             run_folder,
             entries,
             lambda name, region: tensors[name.removeprefix("model.")],
-            state={**state, LORA: {"base": below.name, "digest": below.digest}},
-            tokenizer=below.tokenizer,
+            state={**state, LORA: {"base": base_source.name, "digest": base_source.digest}},
+            tokenizer=base_source.tokenizer,
         )
     columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
     return columns, f"adapters of {name}", f"written to {out / CHECKPOINTS / path.name}"

@@ -1,6 +1,6 @@
-"""The Llama family as `transformers` stores it: Llama, Mistral, Qwen, OLMoE, DeepSeek-V3 (llama_variants.py).
+"""The Llama family in `transformers`: Llama, Mistral, Qwen, OLMoE, DeepSeek-V3 (llama_variants.py).
 
-Experts, which are one tensor here, have tensors of their own in most of its models.
+mlm stores all experts in one tensor, most of these models each expert in its own.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from mlm.config.tree import leaves
 from mlm.convert.huggingface import mapping as hf
-from mlm.convert.huggingface.gpt2 import hf_outputs, our_outputs
+from mlm.convert.huggingface.gpt2 import hf_outputs, native_outputs
 from mlm.convert.huggingface.llama_layers import read_layers, write_layers
 from mlm.convert.huggingface.llama_rope import read_rope, write_rope
 from mlm.convert.huggingface.llama_variants import VARIANTS, model_type
@@ -40,26 +40,26 @@ def architecture(model: ModelConfig) -> str:
 
 
 def problem(model: ModelConfig, tokenizer: Tokenizer | None = None) -> str | None:
-    """Return why `transformers` has no such model: a setting that its config.json would be read without."""
+    """Return why `transformers` has no such model: an option that does not survive in config.json."""
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
-    again, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
-    name = changed_option(model, again)
+    restored, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
+    name = changed_option(model, restored)
     if name is None:
         return None
-    value, other = (_option(LlamaSettings.of(config), name) for config in (model, again))
+    value, restored_value = (_option(LlamaSettings.of(config), name) for config in (model, restored))
     return (
         f"its model.options.{name}={hf.show(value)} is not what {model_type(model)} of transformers "
-        f"computes, which has {hf.show(other)}"
+        f"computes, which has {hf.show(restored_value)}"
     )
 
 
-def changed_option(model: ModelConfig, other: ModelConfig) -> str | None:
-    """Return the first option with which two models compute differently; None if there is none."""
-    settings, others = LlamaSettings.of(model), LlamaSettings.of(other)
+def changed_option(model: ModelConfig, other_model: ModelConfig) -> str | None:
+    """Return the first option that makes two models compute differently, or None."""
+    settings, other_settings = LlamaSettings.of(model), LlamaSettings.of(other_model)
     for name, leaf in leaves(LlamaSettings).items():
         is_read = leaf.only_if is None or leaf.only_if.holds(getattr(settings, leaf.only_if.key))
-        if is_read and name not in NOT_COMPUTED and _option(settings, name) != _option(others, name):
+        if is_read and name not in NOT_COMPUTED and _option(settings, name) != _option(other_settings, name):
             return name
     return None
 
@@ -77,134 +77,136 @@ Locations = Iterator[tuple[str, Location]]
 
 
 def locations(model: ModelConfig, row: Variant | None = None) -> Locations:
-    """Yield all locations, where names or rows of another library differ by a `row` of its own."""
+    """Yield all locations; another library's names or row orders are described by a custom `row`."""
     settings, row = LlamaSettings.of(model), row or VARIANTS[model_type(model)]
-    yield _same("token", "embed_tokens")
+    yield _weight("token", "embed_tokens")
     for number in range(model.num_layers):
         layer = f"layers.{number}"  # in both
-        ours, stored = f"{layer}.attention", f"{layer}.self_attn"
+        attention, hf_attention = f"{layer}.attention", f"{layer}.self_attn"
         if settings.kv_lora_rank:
-            yield from _latent_locations(ours, stored, settings)
+            yield from _latent_locations(attention, hf_attention, settings)
         else:
-            yield from _query_locations(ours, stored, model, settings, row)
-        yield from _linear(f"{ours}.out", f"{stored}.o_proj", settings.bias)
+            yield from _query_locations(attention, hf_attention, model, settings, row)
+        yield from _weight_and_bias(f"{attention}.out", f"{hf_attention}.o_proj", settings.bias)
         if settings.attention_sinks:
-            yield f"{ours}.sinks.bias", Location((f"{stored}.sinks",))
-        for name, theirs in row.norms.items():
+            yield f"{attention}.sinks.bias", Location((f"{hf_attention}.sinks",))
+        for name, hf_norm in row.norms.items():
             if not (settings.parallel and name == "mlp_norm"):
-                yield from _linear(f"{layer}.{name}", f"{layer}.{theirs}", settings.norm_bias)
+                yield from _weight_and_bias(f"{layer}.{name}", f"{layer}.{hf_norm}", settings.norm_bias)
         if settings.has_experts(number):
             yield from _expert_locations(f"{layer}.mlp", f"{layer}.{row.block}", model, settings, row)
         else:
             yield from _mlp_locations(f"{layer}.mlp", f"{layer}.mlp", num_blocks(model), settings, row)
-    yield from _linear("final_norm", "norm", settings.norm_bias)
+    yield from _weight_and_bias("final_norm", "norm", settings.norm_bias)
     if model.head == "language_model" and not settings.tied:
-        yield _same("output", "lm_head")
+        yield _weight("output", "lm_head")
 
 
-def _same(ours: str, stored: str) -> tuple[str, Location]:
-    return f"{ours}.weight", Location((f"{stored}.weight",))
+def _weight(module: str, hf_module: str) -> tuple[str, Location]:
+    return f"{module}.weight", Location((f"{hf_module}.weight",))
 
 
-def _linear(ours: str, stored: str, bias: bool) -> Locations:
+def _weight_and_bias(module: str, hf_module: str, bias: bool) -> Locations:
     for part in ("weight", "bias") if bias else ("weight",):
-        yield f"{ours}.{part}", Location((f"{stored}.{part}",))
+        yield f"{module}.{part}", Location((f"{hf_module}.{part}",))
 
 
 def _query_locations(
-    ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
+    module: str, hf_module: str, model: ModelConfig, settings: LlamaSettings, row: Variant
 ) -> Locations:
-    width, kv, rotated = settings.head_dim, settings.num_kv_heads, settings.rotary_dim
+    width, kv, rotary_dim = settings.head_dim, settings.num_kv_heads, settings.rotary_dim
     order, kv_order = (), ()
     if row.rotates_neighbours:
-        order = (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width))
+        order = (*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, width))
         kv_order = (*order, *range(width, 2 * width))
-    heads, every = model.num_heads * width, (model.num_heads + 2 * kv) * width
+    heads, all_rows = model.num_heads * width, (model.num_heads + 2 * kv) * width
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
-        q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
+        q, k, v = (f"{hf_module}.{name}_proj.{part}" for name in "qkv")
         query = Location((q,), rows=order)
         pair = Location((k, v), num_heads=kv, parts=2, rows=kv_order)
         if row.fuses_qkv:
-            names = (f"{stored}.qkv_proj.{part}",)
-            query = replace(query, names=names, section=(0, heads, every))
-            pair = replace(pair, names=names, section=(heads, every, every))
-        yield f"{ours}.query.{part}", query
-        yield f"{ours}.kv.{part}", pair
+            names = (f"{hf_module}.qkv_proj.{part}",)
+            query = replace(query, names=names, section=(0, heads, all_rows))
+            pair = replace(pair, names=names, section=(heads, all_rows, all_rows))
+        yield f"{module}.query.{part}", query
+        yield f"{module}.kv.{part}", pair
     if settings.qk_norm:
-        yield _same(f"{ours}.query_norm", f"{stored}.q_norm")
-        yield _same(f"{ours}.key_norm", f"{stored}.k_norm")
+        yield _weight(f"{module}.query_norm", f"{hf_module}.q_norm")
+        yield _weight(f"{module}.key_norm", f"{hf_module}.k_norm")
 
 
-def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Locations:
+def _latent_locations(module: str, hf_module: str, settings: LlamaSettings) -> Locations:
     """Yield locations of latent attention.
 
-    Rotated dimensions are stored in pairs, and after the others of a head; here in halves, and first.
+    `transformers` stores rotary dimensions of a head in pairs, last; mlm in halves, first.
     """
-    rotated, latent = settings.rope_head_dim, settings.kv_lora_rank
-    halves = [*range(0, rotated, 2), *range(1, rotated, 2)]
-    plain = settings.head_dim - rotated
-    order = (*(plain + dim for dim in halves), *range(plain))
-    query = f"{stored}.q_proj.weight"
+    rotary_dim, latent = settings.rope_head_dim, settings.kv_lora_rank
+    halves = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2)]
+    plain_dim = settings.head_dim - rotary_dim
+    order = (*(plain_dim + dim for dim in halves), *range(plain_dim))
+    query = f"{hf_module}.q_proj.weight"
     if settings.q_lora_rank:
-        yield _same(f"{ours}.query_down", f"{stored}.q_a_proj")
-        yield _same(f"{ours}.query_down_norm", f"{stored}.q_a_layernorm")
-        query = f"{stored}.q_b_proj.weight"
-    yield f"{ours}.query.weight", Location((query,), rows=order)
+        yield _weight(f"{module}.query_down", f"{hf_module}.q_a_proj")
+        yield _weight(f"{module}.query_down_norm", f"{hf_module}.q_a_layernorm")
+        query = f"{hf_module}.q_b_proj.weight"
+    yield f"{module}.query.weight", Location((query,), rows=order)
     order = (*range(latent), *(latent + dim for dim in halves))
-    yield f"{ours}.kv_down.weight", Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
-    yield _same(f"{ours}.kv_down_norm", f"{stored}.kv_a_layernorm")
-    yield _same(f"{ours}.kv", f"{stored}.kv_b_proj")
+    yield f"{module}.kv_down.weight", Location((f"{hf_module}.kv_a_proj_with_mqa.weight",), rows=order)
+    yield _weight(f"{module}.kv_down_norm", f"{hf_module}.kv_a_layernorm")
+    yield _weight(f"{module}.kv", f"{hf_module}.kv_b_proj")
 
 
 def _expert_locations(
-    ours: str, stored: str, model: ModelConfig, settings: LlamaSettings, row: Variant
+    module: str, hf_module: str, model: ModelConfig, settings: LlamaSettings, row: Variant
 ) -> Locations:
-    yield _same(f"{ours}.router", f"{stored}.{row.router}")
+    yield _weight(f"{module}.router", f"{hf_module}.{row.router}")
     if settings.has_router_bias:
         is_row = row.router_bias.startswith("moe_statics.")
-        yield f"{ours}.router.bias", Location((f"{stored}.{row.router_bias}",), is_row=is_row)
+        yield f"{module}.router.bias", Location((f"{hf_module}.{row.router_bias}",), is_row=is_row)
     if settings.router_logit_bias:
-        yield f"{ours}.router.logit_bias", Location((f"{stored}.{row.router}.bias",))
-    for name, (theirs, rows) in zip(("up", "down"), row.all_experts, strict=False):
-        yield f"{ours}.experts.{name}", Location((f"{stored}.{theirs}",), experts=rows)
+        yield f"{module}.router.logit_bias", Location((f"{hf_module}.{row.router}.bias",))
+    for part, (hf_part, rows) in zip(("up", "down"), row.all_experts, strict=False):
+        yield f"{module}.experts.{part}", Location((f"{hf_module}.{hf_part}",), experts=rows)
         if settings.bias:
             rows = rows._replace(transposed=False)
-            yield f"{ours}.experts.{name}_bias", Location((f"{stored}.{theirs}_bias",), experts=rows)
+            yield f"{module}.experts.{part}_bias", Location((f"{hf_module}.{hf_part}_bias",), experts=rows)
     if not row.all_experts:
         gate, up, down = row.projections
-        experts = [f"{stored}.experts.{expert}" for expert in range(settings.num_experts)]
+        experts = [f"{hf_module}.experts.{expert}" for expert in range(settings.num_experts)]
         pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
         downs = tuple(f"{expert}.{down}.weight" for expert in experts)
-        yield f"{ours}.experts.up", Location(pairs, stacked=(settings.num_experts, 2))
-        yield f"{ours}.experts.down", Location(downs, stacked=(settings.num_experts,))
+        yield f"{module}.experts.up", Location(pairs, stacked=(settings.num_experts, 2))
+        yield f"{module}.experts.down", Location(downs, stacked=(settings.num_experts,))
     if settings.shared_experts:
         width = settings.shared_experts * settings.expert_ffn_size
         blocks = num_blocks(replace(model, ffn_hidden_size=width))
-        yield from _mlp_locations(f"{ours}.shared", f"{stored}.{row.shared}", blocks, settings, row)
+        yield from _mlp_locations(f"{module}.shared", f"{hf_module}.{row.shared}", blocks, settings, row)
     if settings.shared_gate:
-        yield _same(f"{ours}.shared_gate", f"{stored}.{row.shared}_gate")
+        yield _weight(f"{module}.shared_gate", f"{hf_module}.{row.shared}_gate")
 
 
-def _mlp_locations(ours: str, stored: str, blocks: int, settings: LlamaSettings, row: Variant) -> Locations:
-    up, down = (f"{stored}.{name}" for name in row.mlp)
+def _mlp_locations(
+    module: str, hf_module: str, blocks: int, settings: LlamaSettings, row: Variant
+) -> Locations:
+    up, down = (f"{hf_module}.{name}" for name in row.mlp)
     if settings.gated:
-        modules = (f"{stored}.gate_up_proj",) if row.fuses_gate else (f"{stored}.gate_proj", up)
+        hf_modules = (f"{hf_module}.gate_up_proj",) if row.fuses_gate else (f"{hf_module}.gate_proj", up)
         for part in ("weight", "bias") if settings.bias else ("weight",):
-            names = tuple(f"{module}.{part}" for module in modules)
-            yield f"{ours}.up.{part}", Location(names, num_heads=blocks, parts=2)
+            names = tuple(f"{hf_name}.{part}" for hf_name in hf_modules)
+            yield f"{module}.up.{part}", Location(names, num_heads=blocks, parts=2)
     else:
-        yield from _linear(f"{ours}.up", up, settings.bias)
-    yield from _linear(f"{ours}.down", down, settings.bias)
+        yield from _weight_and_bias(f"{module}.up", up, settings.bias)
+    yield from _weight_and_bias(f"{module}.down", down, settings.bias)
 
 
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Return our settings for one of the configurations, and notes. Raises ConfigError."""
+    """Return the settings for a config.json of VARIANTS, and notes. Raises ConfigError."""
     row = VARIANTS[str(config["model_type"])]
     renamed = {key: config[alias] for alias, key in row.aliases.items() if alias in config}
     config = {**row.absent, **renamed, **config}
     for key, values in row.meanings.items():
-        if isinstance(given := config.get(key), str):
-            config[key] = values.get(given, given)
+        if isinstance(value := config.get(key), str):
+            config[key] = values.get(value, value)
     if isinstance(quantised := config.get("quantization_config"), dict):
         if row.quantised is None or quantised.get("quant_method") != row.quantised:
             raise ConfigError([f"{path}: {QUANTISED}"])
@@ -215,8 +217,8 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
         rotated, unrotated = options["rope_head_dim"], options.pop("unrotated_head_dim")
         options["head_dim"] = rotated + unrotated if type(rotated) is type(unrotated) is int else unrotated
     if "bias" in options and options["bias"] != options["qkv_bias"]:
-        given = f"attention_bias={hf.show(options['qkv_bias'])}"
-        raise ConfigError([f"{path}: {given} goes with the same mlp_bias, not {hf.show(options['bias'])}"])
+        setting = f"attention_bias={hf.show(options['qkv_bias'])}"
+        raise ConfigError([f"{path}: {setting} goes with the same mlp_bias, not {hf.show(options['bias'])}"])
     if "shared_width" in options:
         options["shared_experts"] = _shared_experts(options, path)
     if config.get("topk_method") == "greedy":  # DeepSeek-V2's choice among all experts
@@ -255,11 +257,11 @@ def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, 
 
 
 def _shared_experts(options: dict[str, hf.JSON], path: str) -> int:
-    """Return how many experts are as wide as the shared one. Raises ConfigError for a fraction."""
+    """Return the width of the shared expert in experts. Raises ConfigError for a fraction."""
     shared, width = options.pop("shared_width"), options["expert_ffn_size"]
     if not (type(shared) is type(width) is int and 0 < width <= shared and shared % width == 0):
-        given = f"shared_expert_intermediate_size={hf.show(shared)}"
-        raise ConfigError([f"{path}: {given} must be a multiple of moe_intermediate_size={hf.show(width)}"])
+        setting = f"shared_expert_intermediate_size={hf.show(shared)}"
+        raise ConfigError([f"{path}: {setting} must be a multiple of moe_intermediate_size={hf.show(width)}"])
     return shared // width
 
 
@@ -273,12 +275,12 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     settings, kind = LlamaSettings.of(model), model_type(model)
     row, scale = VARIANTS[kind], settings.attention_multiplier
     ffn = settings.expert_ffn_size if row.is_all_experts else model.ffn_size
-    known = {**asdict(model), **asdict(settings), "ffn_hidden_size": ffn}
-    known["query_pre_attn_scalar"] = round(scale**-2) if scale else settings.head_dim
-    known["attention_multiplier"] = scale or settings.head_dim**-0.5
-    known["logits_scaling"] = 1 / settings.logit_multiplier
+    values = {**asdict(model), **asdict(settings), "ffn_hidden_size": ffn}
+    values["query_pre_attn_scalar"] = round(scale**-2) if scale else settings.head_dim
+    values["attention_multiplier"] = scale or settings.head_dim**-0.5
+    values["logits_scaling"] = 1 / settings.logit_multiplier
     config = {
-        **row.keys.write(known, architecture(model)),
+        **row.keys.write(values, architecture(model)),
         **{key: supported[0] for key, supported in row.fixed.items()},
         **row.written,
         "model_type": kind,
@@ -315,13 +317,13 @@ def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
 
 
 def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
-    """Return the model that these tensors make: a language model, or its layers alone.
+    """Return the model in a folder by its tensors: a language model, or its layers alone.
 
     Raises UserError for a head other than an output layer.
     """
-    other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
-    if other is not None:
-        raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
+    head = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
+    if head is not None:
+        raise UserError(f"{path}: holds {head}, a head that is not supported. Save the model with lm_head")
     # layers of multi-token prediction come after the model's (arXiv:2412.19437, section 2.2)
     numbers = itertools.takewhile(
         lambda layer: f"layers.{layer}.eh_proj.weight" in shapes, itertools.count(model.num_layers)
@@ -341,8 +343,8 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
-    named = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
-    return {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+    ids_by_role = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
+    return {f"{name}_token": tokenizer.decode([id]) for name, id in ids_by_role.items() if id is not None}
 
 
 MAPPING = hf.HuggingFaceMapping(
@@ -360,6 +362,6 @@ MAPPING = hf.HuggingFaceMapping(
     problem=problem,
     changed_option=changed_option,
     special_tokens=special_tokens,
-    our_outputs=our_outputs,
+    native_outputs=native_outputs,
     hf_outputs=hf_outputs,
 )

@@ -1,6 +1,6 @@
 """Settings of a config.json that differ by layer: windows, rotary positions, experts.
 
-`transformers` lists a type for each layer; here a pattern repeats, the shortest that gives the list.
+`transformers` lists a type for each layer; mlm repeats a pattern, the shortest that gives the list.
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,19 @@ NAMES = {letter: name for name, letter in TYPES.items()}
 
 
 def read_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str) -> Options:
-    """Return our options that differ by layer: rotary positions (r) or none (n), windows, experts.
+    """Return the options that differ by layer: rotary positions (r) or none (n), windows, experts.
 
     Raises ConfigError.
     """
-    rotary, listed = "r", config.get("no_rope_layers")
-    if "no_rope_layers" in row.layer_keys and listed is None:
-        every = config.get("no_rope_layer_interval", 4)
-        if type(every) is not int or every < 1:
-            given = f"no_rope_layer_interval={show(every)}"
-            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
-        rotary = shortest_pattern(repeat_pattern("r" * (min(every, layers + 1) - 1) + "n", layers))
+    rotary, flags = "r", config.get("no_rope_layers")
+    if "no_rope_layers" in row.layer_keys and flags is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        rotary = shortest_pattern(_every(interval, "no_rope_layer_interval", "rn", layers, path))
     elif "no_rope_layers" in row.layer_keys:
-        if not isinstance(listed, list) or len(listed) < layers or not all(x in (0, 1) for x in listed):
-            given = f"no_rope_layers={show(listed)}"
-            raise ConfigError([f"{path}: {given} must be a 0 or 1 for each of the {layers} layers"])
-        rotary = shortest_pattern("".join("r" if x else "n" for x in listed[:layers]))
+        if not isinstance(flags, list) or len(flags) < layers or not all(x in (0, 1) for x in flags):
+            setting = f"no_rope_layers={show(flags)}"
+            raise ConfigError([f"{path}: {setting} must be a 0 or 1 for each of the {layers} layers"])
+        rotary = shortest_pattern("".join("r" if x else "n" for x in flags[:layers]))
     options = _read_window(config, layers, rotary, row, path)
     if row.full_layers_lack_rotary:
         types = (options["window_layers"] or "s") if options["window"] else "f"
@@ -41,18 +38,18 @@ def read_layers(config: Mapping[str, JSON], layers: int, row: Variant, path: str
     # Only the first layers may lack experts.
     dense = config[row.dense_key] if row.dense_key not in ("", "mlp_only_layers") else 0
     if row.dense_key == "mlp_only_layers":
-        only = config.get("mlp_only_layers")
-        only = [] if only is None else only
-        if not isinstance(only, list) or only != list(range(len(only))):
-            given = f"mlp_only_layers={show(only)}"
-            raise ConfigError([f"{path}: {given}: supported: the first layers, [0, 1, …], or []"])
-        dense = len(only)
+        numbers = config.get("mlp_only_layers")
+        numbers = [] if numbers is None else numbers
+        if not isinstance(numbers, list) or numbers != list(range(len(numbers))):
+            setting = f"mlp_only_layers={show(numbers)}"
+            raise ConfigError([f"{path}: {setting}: supported: the first layers, [0, 1, …], or []"])
+        dense = len(numbers)
     elif type(dense) is not int or dense < 0:
         raise ConfigError([f"{path}: {row.dense_key}={show(dense)} must be a whole number from 0"])
-    last = config.get("moe_layer_end_index", -1)
-    if row.dense_key == "moe_layer_start_index" and last not in (-1, layers - 1):
-        given = f"moe_layer_end_index={show(last)}"
-        raise ConfigError([f"{path}: {given}: supported: experts to the last layer, {layers - 1}"])
+    end = config.get("moe_layer_end_index", -1)
+    if row.dense_key == "moe_layer_start_index" and end not in (-1, layers - 1):
+        setting = f"moe_layer_end_index={show(end)}"
+        raise ConfigError([f"{path}: {setting}: supported: experts to the last layer, {layers - 1}"])
     return {**options, "dense_layers": min(dense, layers)}
 
 
@@ -66,6 +63,13 @@ def repeat_pattern(pattern: str, layers: int) -> str:
     return (pattern * (layers // len(pattern) + 1))[:layers]
 
 
+def _every(interval: JSON, key: str, letters: str, layers: int, path: str) -> str:
+    """Return the types of layers, of which every `interval`-th has the second letter. Raises ConfigError."""
+    if type(interval) is not int or interval < 1:
+        raise ConfigError([f"{path}: {key}={show(interval)} must be a whole number from 1"])
+    return repeat_pattern(letters[0] * (min(interval, layers + 1) - 1) + letters[1], layers)
+
+
 def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Variant, path: str) -> Options:
     """Return the sliding window, and which layers have it. Raises ConfigError for types that do not fit.
 
@@ -76,24 +80,23 @@ def _read_window(config: Mapping[str, JSON], layers: int, rotary: str, row: Vari
     if is_switched and not config.get("use_sliding_window", False):
         size = None
     if size is not None and (type(size) is not int or size < 1 or not row.window_keys):
-        given = f"sliding_window={show(size)}"
-        meant = "a whole number from 1, or null" if row.window_keys else "null"
-        raise ConfigError([f"{path}: {given} is not what our {row.classes} computes; supported: {meant}"])
+        valid = "a whole number from 1, or null" if row.window_keys else "null"
+        problem = f"is not what our {row.classes} computes; supported: {valid}"
+        raise ConfigError([f"{path}: sliding_window={show(size)} {problem}"])
     usual = _usual_types(config, layers, size, rotary, row, path)
     types, listed = usual, config.get("layer_types")
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != layers or not {*map(str, listed)} <= TYPES.keys():
-            given, known = f"layer_types={show(listed)}", " or ".join(TYPES)
-            raise ConfigError([f"{path}: {given}: supported: {known} for each of the {layers} layers"])
+            valid = f"{' or '.join(TYPES)} for each of the {layers} layers"
+            raise ConfigError([f"{path}: layer_types={show(listed)}: supported: {valid}"])
         types = "".join(map(TYPES.__getitem__, listed))
     is_read = is_switched or "layer_types" in row.layer_keys
     if types != usual and not is_read:
-        key, given = f"layer_types={show(listed)}", f"sliding_window={show(size)}"
-        fix = f"all layers of {row.classes} are alike, by {given}; remove layer_types"
-        raise ConfigError([f"{path}: {key}: {fix}"])
+        fix = f"all layers of {row.classes} are alike, by sliding_window={show(size)}; remove layer_types"
+        raise ConfigError([f"{path}: layer_types={show(listed)}: {fix}"])
     if "s" in types and size is None:
-        given, other = f"sliding_window={show(size)}", NAMES["s" if "s" in types else "f"]
-        raise ConfigError([f"{path}: layer_types={other} does not go with {given}; fix one"])
+        setting = f"layer_types={NAMES['s']}"
+        raise ConfigError([f"{path}: {setting} does not go with sliding_window={show(size)}; fix one"])
     pattern = shortest_pattern(types)
     return {
         "window": size or 0 if "s" in pattern else 0,
@@ -105,14 +108,11 @@ def _usual_types(
     config: Mapping[str, JSON], layers: int, size: int | None, rotary: str, row: Variant, path: str
 ) -> str:
     """Return the types of layers without layer_types: s (sliding) or f (full) for each."""
+    key = "sliding_window_pattern"
+    if row.sliding_layers and key in row.layer_keys and (interval := config.get(key)) is not None:
+        return _every(interval, key, "sf", layers, path)
     if row.sliding_layers:
-        every = config.get("sliding_window_pattern") if "sliding_window_pattern" in row.layer_keys else None
-        if every is None:
-            return repeat_pattern(row.sliding_layers, layers)
-        if type(every) is not int or every < 1:
-            given = f"sliding_window_pattern={show(every)}"
-            raise ConfigError([f"{path}: {given} must be a whole number from 1"])
-        return repeat_pattern("s" * (min(every, layers + 1) - 1) + "f", layers)
+        return repeat_pattern(row.sliding_layers, layers)
     if "no_rope_layers" in row.layer_keys and size is not None:
         return repeat_pattern(rotary, layers).replace("r", "f").replace("n", "s")
     first = 0 if row.full_layers is None else config.get("max_window_layers", row.full_layers)

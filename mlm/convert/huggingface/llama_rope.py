@@ -1,7 +1,7 @@
 """Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters.
 
-Where a setting may be in several places, is left out or null, the choice of `transformers` counts
-(modeling_rope_utils.py, standardize_rope_params).
+Precedence of keys, defaults and null are as in `transformers` (modeling_rope_utils.py,
+standardize_rope_params).
 """
 
 import math
@@ -40,12 +40,12 @@ _THEIRS = {
         "long_factor": "rope_long_factors",
     },
 }
-"""Scaling -> key of `transformers` -> our setting."""
+"""Scaling -> key of `transformers` -> model.options."""
 _REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 _LISTS = ("short_factor", "long_factor")
 _BETAS = ("beta_fast", "beta_slow")
 _MSCALES = ("mscale", "mscale_all_dim")
-"""Of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
+"""Keys of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
 
 
 def read_rope(
@@ -58,33 +58,33 @@ def read_rope(
     sliding_theta: float | None = None,
     scales_scores: bool = False,
 ) -> Options:
-    """Return our settings. Raises ConfigError for those that are not supported.
+    """Return the rotary options. Raises ConfigError for unsupported settings.
 
-    `positions` is the length of the full context, `sliding_theta` the default of layers with a window where
-    they have settings of their own. Without `usual_fraction` heads are rotated whole. With `scales_scores`
-    mscale_all_dim is a factor of the scores too, as in DeepSeek-V3.
+    `positions` is the length of the full context, `sliding_theta` the default base of layers with a window if
+    they have separate settings. Without `usual_fraction` full heads are rotated. With `scales_scores`
+    mscale_all_dim scales the scores too, as in DeepSeek-V3.
     """
     if sliding_theta is not None:
         return _read_by_type(config, path, positions, usual_theta, sliding_theta)
-    names = ("rope_scaling", "rope_parameters")  # the first counts, as in `transformers`
-    name = next((key for key in names if config.get(key) not in (None, {})), names[0])
-    given = config.get(name)
-    given = {} if given is None else given
-    if not isinstance(given, dict):
-        raise ConfigError([f"{path}: {name}={show(given)} is no object of settings"])
-    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
-        key = f"{name}.{show(nested[0])}"
+    keys = ("rope_scaling", "rope_parameters")  # the first counts, as in `transformers`
+    source_key = next((key for key in keys if config.get(key) not in (None, {})), keys[0])
+    parameters = config.get(source_key)
+    parameters = {} if parameters is None else parameters
+    if not isinstance(parameters, dict):
+        raise ConfigError([f"{path}: {source_key}={show(parameters)} is no object of settings"])
+    if nested := [key for key, value in parameters.items() if isinstance(value, dict)]:
+        key = f"{source_key}.{show(nested[0])}"
         raise ConfigError([f"{path}: {key}: settings of some layers alone are not supported"])
-    scaling = given.get("rope_type", given.get("type", "default"))
+    scaling = parameters.get("rope_type", parameters.get("type", "default"))
     scaling = "longrope" if scaling == "su" else scaling  # its first name
     if scaling not in ROPE_TYPES:
-        listed, key = ", ".join(ROPE_TYPES), f"{name}.rope_type={show(scaling)}"
-        raise ConfigError([f"{path}: {key} is not supported; supported: {listed}"])
-    theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
+        supported, key = ", ".join(ROPE_TYPES), f"{source_key}.rope_type={show(scaling)}"
+        raise ConfigError([f"{path}: {key} is not supported; supported: {supported}"])
+    theta: Any = parameters.get("rope_theta", config.get("rope_theta", usual_theta))
     if not _is_number(theta):
         raise ConfigError([f"{path}: rope_theta={show(theta)} must be a number above 0"])
     usual = 1.0 if usual_fraction is None else usual_fraction
-    fraction: Any = given.get("partial_rotary_factor", config.get("partial_rotary_factor", usual))
+    fraction: Any = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", usual))
     key = f"partial_rotary_factor={show(fraction)}"
     if usual_fraction is None and fraction not in (1.0, None):
         raise ConfigError([f"{path}: {key} is not what theirs computes; supported: 1"])
@@ -96,17 +96,17 @@ def read_rope(
         "rope_theta": float(theta),
     }
     if scaling != "default":
-        resolved = _resolved(scaling, given, config, positions)
-        options |= _read_scaling(scaling, resolved, f"{path}: {name}")
-        if scales_scores and _is_number(given.get("mscale_all_dim")):
-            options["rope_mscale"] = float(given["mscale_all_dim"])
+        resolved = _resolved(scaling, parameters, config, positions)
+        options |= _read_scaling(scaling, resolved, f"{path}: {source_key}")
+        if scales_scores and _is_number(parameters.get("mscale_all_dim")):
+            options["rope_mscale"] = float(parameters["mscale_all_dim"])
     return options
 
 
 def _read_by_type(
     config: Mapping[str, JSON], path: str, positions: int, usual_theta: float, sliding_theta: float
 ) -> Options:
-    """Return settings of full and of sliding layers, as in Gemma 3: only the former may be scaled."""
+    """Return options for full and sliding layers, as in Gemma 3: only full layers may be scaled."""
     names = ("full_attention", "sliding_attention")
     by_type, scaling = (
         {} if (value := config.get(key)) is None else value for key in ("rope_parameters", "rope_scaling")
@@ -136,13 +136,13 @@ def _read_by_type(
 
 
 def _resolved(
-    scaling: str, given: Mapping[str, JSON], config: Mapping[str, JSON], positions: int
+    scaling: str, parameters: Mapping[str, JSON], config: Mapping[str, JSON], positions: int
 ) -> dict[str, JSON]:
-    """Return the settings of a scaling with those that `transformers` takes from elsewhere."""
-    resolved = dict(given)
+    """Return the settings of a scaling, with values that `transformers` takes from other keys."""
+    resolved = dict(parameters)
     if _ORIGINAL in _THEIRS[scaling]:
-        inside = given.get(_ORIGINAL, positions)
-        resolved[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
+        nested = parameters.get(_ORIGINAL, positions)
+        resolved[_ORIGINAL] = config.get(_ORIGINAL, nested) if _is_number(nested) else nested
     original: Any = resolved.get(_ORIGINAL)
     if scaling == "longrope" and resolved.get("factor") is None and _is_number(original):
         resolved["factor"] = max(positions / original, 1.0)
@@ -160,47 +160,47 @@ def _resolved(
     return resolved
 
 
-def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> Options:
-    """Return our settings of a scaling. Raises ConfigError for each of theirs that is not supported."""
-    known, options = _THEIRS[scaling], Options()
+def _read_scaling(scaling: str, parameters: Mapping[str, JSON], location: str) -> Options:
+    """Return the options of a scaling. Raises ConfigError with a line for each unsupported key."""
+    options_by_key, options = _THEIRS[scaling], Options()
     problems = [
-        f"{place}.{key}={show(given[key])} is not supported with {scaling}; remove it"
-        for key in sorted(given.keys() - known.keys() - set(_COMMON))
-        if given[key] is not None
+        f"{location}.{key}={show(parameters[key])} is not supported with {scaling}; remove it"
+        for key in sorted(parameters.keys() - options_by_key.keys() - set(_COMMON))
+        if parameters[key] is not None
     ]
-    for key, ours in known.items():
-        value: Any = given.get(key)
-        is_left_out = key not in given or (key in _BETAS and not value)
+    for key, option in options_by_key.items():
+        value: Any = parameters.get(key)
+        is_absent = key not in parameters or (key in _BETAS and not value)
         if key in _LISTS and isinstance(value, list) and value and all(map(_is_number, value)):
-            options[ours] = " ".join(repr(float(number)) for number in value)
-        elif key == "truncate" and (is_left_out or value is None or type(value) is bool):
-            options[ours] = is_left_out or value is True  # null is false in `transformers`
-        elif is_left_out or (key == "attention_factor" and value is None):
+            options[option] = " ".join(repr(float(number)) for number in value)
+        elif key == "truncate" and (is_absent or value is None or type(value) is bool):
+            options[option] = is_absent or value is True  # null is false in `transformers`
+        elif is_absent or (key == "attention_factor" and value is None):
             if key in _REQUIRED:
-                problems.append(f"{place}.{key} is missing, which {scaling} needs")
+                problems.append(f"{location}.{key} is missing, which {scaling} needs")
         elif key in _LISTS:
-            problems.append(f"{place}.{key}={show(value)} must be a list of numbers above 0")
+            problems.append(f"{location}.{key}={show(value)} must be a list of numbers above 0")
         elif not _is_number(value) or (key == _ORIGINAL and value != int(value)):
             kind = "a whole number" if key == _ORIGINAL else "a number"
-            problems.append(f"{place}.{key}={show(value)} must be {kind} above 0")
+            problems.append(f"{location}.{key}={show(value)} must be {kind} above 0")
         elif key == "factor" and value < 1:
-            problems.append(f"{place}.{key}={show(value)} must be 1 or more")
+            problems.append(f"{location}.{key}={show(value)} must be 1 or more")
         else:
-            options[ours] = int(value) if key == _ORIGINAL else float(value)
+            options[option] = int(value) if key == _ORIGINAL else float(value)
     if problems:
         raise ConfigError(problems)
     return options
 
 
 def _is_number(value: JSON) -> bool:
-    """Return True for a number above 0 that a setting may be."""
+    """True for a number above 0 and in range."""
     return type(value) in (int, float) and 0 < value < 1 << 31
 
 
 def write_rope(
     settings: LlamaSettings, *, has_fraction: bool = False, differs_by_type: bool = False
 ) -> dict[str, JSON]:
-    """Return the keys of config.json, which old and new versions read."""
+    """Return keys of config.json for old and new versions of `transformers`."""
     if differs_by_type:
         flat, theta = write_rope(settings), settings.window_rope_theta
         full = {"rope_type": "default", "rope_theta": settings.rope_theta, **(flat["rope_scaling"] or {})}
@@ -214,11 +214,11 @@ def write_rope(
     if scaling == "default":
         return keys
     values: dict[str, JSON] = {"rope_type": scaling}
-    for key, ours in _THEIRS[scaling].items():
-        value = getattr(settings, ours)
+    for key, option in _THEIRS[scaling].items():
+        value = getattr(settings, option)
         if key in _LISTS:
             value = [float(number) for number in value.split()]
-        if ours != "rope_attention_factor" or value:
+        if option != "rope_attention_factor" or value:
             values[key] = value
     if settings.rope_mscale:
         values["mscale_all_dim"] = settings.rope_mscale

@@ -1,4 +1,4 @@
-"""The models of `transformers` that our Llama computes: a row of VARIANTS for each model_type.
+"""The models of `transformers` that mlm's Llama computes: a row of VARIANTS for each model_type.
 
 Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig and the others
 (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …).
@@ -16,7 +16,7 @@ from mlm.models.llama.settings import LlamaSettings
 def _experts(
     key: str, count: int, per_token: int, width: int | None = None
 ) -> dict[str, tuple[str, hf.JSON]]:
-    """Keys of a mixture: experts, experts of a token, and the width of each if not intermediate_size."""
+    """Return keys of a mixture: experts, experts per token, and their width if not intermediate_size."""
     experts = {key: ("num_experts", count), "num_experts_per_tok": ("experts_per_token", per_token)}
     return experts if width is None else experts | {"moe_intermediate_size": ("expert_ffn_size", width)}
 
@@ -484,7 +484,7 @@ VARIANTS = {
 
 
 def model_type(model: ModelConfig) -> str:
-    """Return the model_type that computes a model: the named one, or the last whose marks it has."""
+    """Return the model_type of a model: model.options.model_type, else the last row whose marks it has."""
     settings = LlamaSettings.of(model)
     if settings.model_type:
         return settings.model_type
@@ -492,8 +492,8 @@ def model_type(model: ModelConfig) -> str:
 
     def has(mark: str) -> bool:
         name, _, value = mark.partition("=")
-        found = getattr(settings, name)
-        return found == value if value else bool(found)
+        setting = getattr(settings, name)
+        return setting == value if value else bool(setting)
 
-    found = (kind for kind, row in rows if row.marks and all(map(has, row.marks)))
-    return next(found, "llama")
+    matching = (kind for kind, row in rows if row.marks and all(map(has, row.marks)))
+    return next(matching, "llama")

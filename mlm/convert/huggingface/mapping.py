@@ -1,6 +1,6 @@
-"""Description of a model family as `transformers` stores it, filled in by gpt2.py, bert.py and llama.py.
+"""Description of a model family in `transformers`, filled in by gpt2.py, bert.py and llama.py.
 
-Here are the parts that families share: keys of config.json and their values, and the names of heads.
+This file holds the parts that families share: keys of config.json, their values, and names of heads.
 """
 
 import json
@@ -28,23 +28,23 @@ Head = Literal["language_model", "none", "classification", "span"]
 
 EXACT_GELU = ("gelu",)
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+"""Names of the same function, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
 SILU = ("silu", "swish")
 RELU_SQUARED = ("relu2",)
 ACTIVATIONS = {"gelu": EXACT_GELU, "gelu_tanh": TANH_GELU, "silu": SILU, "relu2": RELU_SQUARED}
-"""model.activation -> names in `transformers`, of which the first is written."""
+"""model.activation -> names in `transformers`; the first is written."""
 
 UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
     "add_cross_attention": (False,),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
-    "transformers_weights": (None,),  # another file of weights than those we read
+    "transformers_weights": (None,),  # would name another weight file
     "per_layer_config": (None, {}),
     "text_config": (None,),
     "attention_chunk_size": (None,),
     "tie_word_embeddings": (True, False),
 }
-"""Features that no family has, for `ConfigKeys.fixed`."""
+"""Keys of features that no family supports, for `ConfigKeys.fixed`."""
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -70,7 +70,7 @@ class Note(str):
     """A remark for the user, in one line."""
 
     about: str
-    """Module without which it does not matter: pooler, sop_head; "ids" in an export; else empty."""
+    """Module without which the note is skipped (pooler, sop_head); "ids" if it concerns exports; else ""."""
 
     def __new__(cls, text: str, about: str = "") -> "Note":
         self = super().__new__(cls, text)
@@ -80,19 +80,19 @@ class Note(str):
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The model that a folder's tensors make, by their names.
+    """The model in a folder, by the names of its tensors.
 
     `architectures` in config.json names a class, but folders are saved from other classes and edited by hand.
     """
 
     config: ModelConfig
-    """Settings with the head of the tensors."""
+    """Settings, with the head that the tensors show."""
     filled: frozenset[str] = frozenset()
-    """Our parameters that the folder lacks: they take initial values."""
+    """Parameters that the folder lacks, which take initial values."""
     unused: frozenset[str] = frozenset()
-    """Tensors of the folder that our model has no use for."""
+    """Tensors of the folder that the model does not use."""
     notes: tuple[Note, ...] = ()
-    """Remarks on both for the user."""
+    """Remarks for the user on filled parameters and unused tensors."""
 
 
 PROBE_BATCH, PROBE_LENGTH = 2, 64
@@ -103,7 +103,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ProbeSamples:
-    """Random samples on which a model is compared with its twin of `transformers`, the same at every call.
+    """Random samples to compare a model with `transformers`, the same at every call.
 
     Shapes: B samples, S tokens.
     """
@@ -134,7 +134,7 @@ class ProbeSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceMapping:
-    """A model family as `transformers` names, configures and runs it."""
+    """Names, configuration and execution of a model family in `transformers`."""
 
     model_types: tuple[str, ...]
     architecture: Callable[[ModelConfig], str]
@@ -146,55 +146,55 @@ class HuggingFaceMapping:
     plain: Callable[[str], str]
     """Return a tensor's name without prefix, in today's spelling."""
     copies: Callable[[ModelConfig], Mapping[str, str]]
-    """Return tensors that may be stored a second time -> the tensor they must equal."""
+    """Return tensors that may be stored as copies -> the tensor they must equal."""
     renamings: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
     """(names of the tensors) -> patterns and replacements, if another class of the same model saved them."""
     ignored: "re.Pattern[str]"
     """Stored tensors other than parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
-    """(config.json, its path for messages) -> our settings but for the head, and notes on differences. Raises
-    ConfigError for what our model does not compute."""
+    """(config.json, its path for messages) -> settings without the head, and notes on differences. Raises
+    ConfigError for a model that mlm does not compute."""
     content: Callable[[ModelConfig, Mapping[str, tuple[int, ...]], str], FolderContent]
-    """(settings from `read`, plain name -> shape, the folder for messages) -> the model they make."""
+    """(settings from `read`, plain name -> shape, folder for messages) -> the model in the folder."""
     write: Callable[[ModelConfig, TokenIds], dict[str, JSON]]
-    """Return the config.json that the class of the model's head loads."""
+    """Return the config.json for the class with the model's head."""
     locations: Callable[[ModelConfig], Iterator[tuple[str, Location]]]
-    """Yield (our name, location) of every parameter, in the order of the model."""
+    """Yield (parameter, location), in the order of the model."""
     heads_without_bias: frozenset[str] = frozenset()
-    """Heads whose classifier has no bias in `transformers`; ours is carried by the norm before it."""
+    """Heads whose classifier has no bias in `transformers`: exports fold it into the norm before it."""
     problem: "Callable[[ModelConfig, Tokenizer | None], str | None]" = lambda model, tokenizer: None
     """Return why `transformers` has no such model, or not with its tokenizer, in a line with the fix."""
-    changed_option: Callable[[ModelConfig, ModelConfig], str | None] = lambda ours, theirs: None
+    changed_option: Callable[[ModelConfig, ModelConfig], str | None] = lambda model, other: None
     """Return the first option of the family with which two models compute differently."""
     pads_with_special_token: bool = False
-    """True if an imported padding id is kept only where it is a special token of the tokenizer."""
+    """True if an imported padding id is only kept if it is a special token of the tokenizer."""
     special_tokens: "Callable[[Tokenizer, ModelConfig, TokenIds], dict[str, JSON]]"
     """Return the entries of tokenizer_config.json that AutoTokenizer needs."""
-    our_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
+    native_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
     """(last stage, its hidden states [S, B, H], mask [B, S]) -> outputs without a finetuning head."""
     hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
     def stored_name(self, name: str, model: ModelConfig) -> str:
-        """Plain name as the class with the model's head stores it; the base model alone has no prefix."""
+        """Return the stored name for a plain one: with a prefix, except in the base model and in heads."""
         is_bare = model.head == "none" or name.startswith(self.head_prefixes)
         return name if is_bare else f"{self.prefix(model)}{name}"
 
-    def to_ours(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-        """Convert the state of a class of `transformers` to full (unsplit) parameters."""
-        stored = {self.plain(theirs): value for theirs, value in state.items()}
+    def to_parameters(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+        """Convert a state dict of `transformers` to full (unsplit) parameters."""
+        stored = {self.plain(stored_name): value for stored_name, value in state.items()}
         return {
-            ours: location.to_ours([stored[name] for name in location.names])
-            for ours, location in self.locations(model)
+            parameter: location.from_stored([stored[name] for name in location.names])
+            for parameter, location in self.locations(model)
         }
 
 
 def one_head(heads: Mapping[Head, str], stored: Mapping[str, object], path: str) -> Head | None:
-    """Return the head of which a tensor is stored; `heads`: our name -> a tensor that only it has.
+    """Return the head whose tensor is stored, if any; `heads` maps each to a tensor that only it has.
 
-    Raises UserError for two.
+    Raises UserError for two heads.
     """
-    present = [head for head, theirs in heads.items() if theirs in stored]
+    present = [head for head, tensor_name in heads.items() if tensor_name in stored]
     if len(present) > 1:
         names = " and ".join(heads[head] for head in present)
         raise UserError(f"{path}: holds {names}, of two heads. Save the model with one")
@@ -236,11 +236,11 @@ def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[T
     return TokenIds(pad=pad, labels=tuple(names)), tuple(Note(note, about="ids") for note in notes)
 
 
-def label_entries(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:
-    """Labels in config.json: their names, or the defaults of `transformers` if unknown."""
+def label_entries(model: ModelConfig, label_names: Sequence[str] = ()) -> dict[str, JSON]:
+    """Return labels for config.json: their names, or the defaults of `transformers` if unknown."""
     names = [f"LABEL_{n}" for n in range(model.num_labels)]
-    if len(set(known)) == model.num_labels:
-        names = list(known)
+    if len(set(label_names)) == model.num_labels:
+        names = list(label_names)
     return {
         "id2label": {str(n): name for n, name in enumerate(names)},
         "label2id": {name: n for n, name in enumerate(names)},
@@ -256,41 +256,41 @@ class ConfigKeys:
     fixed: Mapping[str, tuple[JSON, ...]]
     """Key -> supported values; the first is the default."""
     fields: Mapping[str, tuple[str, JSON]]
-    """Key -> our field of ModelConfig, or option of the family, and default. Of two keys for one field the
-    last counts."""
+    """Key -> field of ModelConfig or option of the family, and default. The last of two keys for one field
+    counts."""
     may_be_0: frozenset[str] = frozenset()
-    """Our fields whose 0 means none; of other whole numbers it means the default."""
+    """Fields where 0 means none; 0 is an error in other whole numbers."""
     may_be_null: frozenset[str] = frozenset()
-    """Our fields whose null means none, or a default by other settings, where the key's value is a number."""
+    """Fields with a number as default where null means none, or a default by other settings."""
     above_0: frozenset[str] = frozenset()
-    """Our fields whose 0 is null in `transformers`."""
+    """Fields whose 0 is null in `transformers`."""
 
     def read(
         self, config: Mapping[str, JSON], path: str, name: str, **settings: Any
     ) -> tuple[ModelConfig, dict[str, JSON]]:
-        """Return the model without its options, and the values of keys that are options, unchecked.
+        """Return the model without its options, and the options, not validated.
 
-        `settings` are further fields. Raises ConfigError with a line for each value that is not supported.
+        `settings` are further fields. Raises ConfigError with a line for each unsupported value.
         """
         problems = []
         for key, supported in self.fixed.items():
             value = config.get(key, supported[0])
-            if not any(type(value) is type(other) and value == other for other in supported):
-                meant = " or ".join(map(json.dumps, supported))
+            if not any(type(value) is type(option) and value == option for option in supported):
+                listed = " or ".join(map(json.dumps, supported))
                 problems.append(
-                    f"{path}: {key}={show(value)} is not what our {name} computes; supported: {meant}"
+                    f"{path}: {key}={show(value)} is not what our {name} computes; supported: {listed}"
                 )
         values = dict[str, Any]()
-        for key, (ours, default) in self.fields.items():
+        for key, (target, default) in self.fields.items():
             value = config.get(key, default)
-            if wanted := self._wanted(value, ours, default):
-                problems.append(f"{path}: {key}={show(value)} must be {wanted}")
+            if expected := self._expected_value(value, target, default):
+                problems.append(f"{path}: {key}={show(value)} must be {expected}")
                 value = default
-            values[ours] = value
-        chosen = config.get(self.activation, self.fixed[self.activation][0])
-        activation = next((ours for ours, names in ACTIVATIONS.items() if chosen in names), "gelu")
-        of_model = {field.name for field in fields(ModelConfig)}
-        built = {"activation": activation, **{k: v for k, v in values.items() if k in of_model}, **settings}
+            values[target] = value
+        hf_activation = config.get(self.activation, self.fixed[self.activation][0])
+        activation = next((target for target, names in ACTIVATIONS.items() if hf_activation in names), "gelu")
+        model_keys = {field.name for field in fields(ModelConfig)}
+        built = {"activation": activation, **{k: v for k, v in values.items() if k in model_keys}, **settings}
 
         def check_heads(model: ModelConfig) -> list[Problem]:
             has_width = type(values.get("head_dim")) is int
@@ -302,35 +302,35 @@ class ConfigKeys:
         try:
             model = build(ModelConfig, built, check=check_heads)
         except ConfigError as error:
-            theirs = {ours: key for key, (ours, _) in self.fields.items()}
-            problems += [f"{path}: {theirs[problem.keys[0]]}: {problem}" for problem in error.problems]
+            hf_keys = {target: key for key, (target, _) in self.fields.items()}
+            problems += [f"{path}: {hf_keys[problem.keys[0]]}: {problem}" for problem in error.problems]
         if problems:
             raise ConfigError(problems)
-        return model, {ours: value for ours, value in values.items() if ours not in of_model}
+        return model, {target: value for target, value in values.items() if target not in model_keys}
 
-    def _wanted(self, value: JSON, ours: str, default: JSON) -> str | None:
-        """Return what a value must be that our field would mean something else by; None if it is that."""
-        is_flag, or_null = type(default) is bool, " or null" if ours in self.may_be_null else ""
+    def _expected_value(self, value: JSON, target: str, default: JSON) -> str | None:
+        """Return what a value must be if the field would interpret it differently; None if it is valid."""
+        is_flag, or_null = type(default) is bool, " or null" if target in self.may_be_null else ""
         is_null = value is None and default is not None and not or_null
         if isinstance(value, dict) or (not is_flag and (is_null or isinstance(value, bool))):
             return f"a number{or_null}"
-        if value == 0 and ours in self.above_0:
+        if value == 0 and target in self.above_0:
             return f"above 0{or_null}"
         is_size = not isinstance(default, float | bool)
-        return "a whole number from 1" if is_size and value == 0 and ours not in self.may_be_0 else None
+        return "a whole number from 1" if is_size and value == 0 and target not in self.may_be_0 else None
 
-    def write(self, known: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
-        """Return the entries of config.json that any of its classes has; `known` are ours by field."""
+    def write(self, values: Mapping[str, Any], architecture: str) -> dict[str, JSON]:
+        """Return the entries of config.json that all classes share; `values` are by field."""
         return {
             "architectures": [architecture],
             **{
-                theirs: known[ours]
-                if isinstance(default, float | bool) or ours in self.may_be_0
-                else known[ours] or default
-                for theirs, (ours, default) in self.fields.items()
-                if ours in known
+                key: values[target]
+                if isinstance(default, float | bool) or target in self.may_be_0
+                else values[target] or default
+                for key, (target, default) in self.fields.items()
+                if target in values
             },
-            self.activation: ACTIVATIONS[known["activation"]][0],
+            self.activation: ACTIVATIONS[values["activation"]][0],
             "dtype": "float32",
             "tie_word_embeddings": True,
         }

@@ -1,6 +1,6 @@
-"""README.md of an exported model: what its checkpoint records of name, base, training and scores.
+"""README.md of an exported model: name, base, training and scores, as its checkpoint records them.
 
-What is not recorded is left out: a license, intended uses and limits are for the owner to write.
+License, intended uses and limits, which are not recorded, are for the owner to write.
 """
 
 import json
@@ -38,7 +38,7 @@ FACTS = (
 """Metadata of an imported model's card that an export writes again."""
 SCORES = f"{FINETUNING}.progress.scores."
 TASKS = {"classification": "text-classification", "span": "question-answering"}
-"""The Hub's names of what models of these heads do; of others it is text-generation."""
+"""model.head -> the Hub's name of the task; text-generation for others."""
 
 
 def model_card(manifest: Manifest, model: ModelConfig, architecture: str, adapted: str | None = None) -> str:
@@ -48,7 +48,7 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, adapte
     task, hub = facts.get(f"{FINETUNING}.depends_on.task.name"), facts.get(f"{FINETUNING}.data.hub")
     base = adapted or facts.get(f"{FINETUNING}.base") or facts.get("source.name")
     base_id = None if is_imported or not isinstance(base, str) else hub_id(base)
-    # Names of the files that were trained on; their folders concern nobody.
+    # Names of the training files, without their folders, which are private.
     blend = facts.get("config.data.blend")
     paths = [facts.get(key) for key in (f"{FINETUNING}.data.path", "config.data.train", "config.data.path")]
     paths += [split_weight(str(entry))[1] for entry in blend] if isinstance(blend, list) else []
@@ -86,7 +86,7 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, adapte
             "metrics": [{"type": n.rpartition(".")[2], "name": n, "value": v} for n, v in scores.items()],
         }
         metadata["model-index"] = [{"name": facts.get("config.name"), "results": [result]}]
-    lines = [f"| {_text(name)} | {shown} |" for name, value in rows.items() if (shown := _text(value))]
+    lines = [f"| {_text(name)} | {cell} |" for name, value in rows.items() if (cell := _text(value))]
     parts = [
         "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---"]),
         f"# {_text(facts.get('config.name')) or architecture}",
@@ -116,7 +116,7 @@ def card_facts(folder: Path) -> dict[str, JSON]:
 
 
 def _text(value: JSON) -> str:
-    """Return a recorded value on one line of a table; empty for other values than text and numbers."""
+    """Return a recorded value for a table cell; "" for values other than text and numbers."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     return escape_controls(str(value)[:LONGEST]).replace("|", "\\|").replace("<", "&lt;")

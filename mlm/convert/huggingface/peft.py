@@ -38,45 +38,45 @@ WITHOUT_EFFECT = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "fan_in_fan_out", "qalora_group_size"),
     *("megatron_core", "megatron_config", "loftq_config", "eva_config", "runtime_config"),
 )
-"""Keys that are read elsewhere, that the names of the tensors repeat, or that only count with others."""
-Read = Callable[[str], Tensor]
+"""Keys that are read elsewhere, repeat the names of the tensors, or only matter with other keys."""
+ReadTensor = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """The adapter of one of our layers, and the modules of `transformers` that it is stored for."""
+    """The adapter of a layer, and the modules of `transformers` that it is stored for."""
 
     name: str
-    """Our layer, such as layers.0.attention.kv."""
+    """Layer, such as layers.0.attention.kv."""
     modules: tuple[str, ...]
-    """Their modules, one per adapted part, as the class of the model names them."""
+    """Modules of `transformers`, one per adapted part, named as in the class of the model."""
     rows: Location
-    """How the rows of B are stored."""
+    """Location of B, for the order of its rows."""
     adapter: LowRankAdapter
     """On the meta device."""
 
     @property
     def forms(self) -> dict[str, tuple[str, Location]]:
-        """By our parameter: the end of its name in `peft`, and how its rows are stored."""
+        """Parameter of the adapter -> suffix of its name in `peft`, and its location."""
         forms = {"a": (".lora_A.weight", Location(self.modules)), "b": (".lora_B.weight", self.rows)}
         has_norms = self.adapter.magnitude is not None
         return forms | ({"magnitude": (".lora_magnitude_vector", self.rows)} if has_norms else {})
 
-    def to_theirs(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of each module; `read` and `base` return tensors by our names."""
+    def to_peft(self, load: ReadTensor, base: ReadTensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in `peft`, tensor); `load` and `base` return tensors of adapter and base."""
         for part, (end, location) in self.forms.items():
-            value = read(f"{self.name}.lora.{part}")
+            value = load(f"{self.name}.lora.{part}")
             value = value + self.norms(base) if part == "magnitude" else value
-            for module, stored in zip(self.modules, location.to_theirs(value), strict=True):
+            for module, stored in zip(self.modules, location.to_stored(value), strict=True):
                 yield f"{PREFIX}{module}{end}", stored
 
-    def to_ours(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
-        """Yield our (name, tensor); `read` returns tensors by their names, `base` by ours."""
+    def from_peft(self, load: ReadTensor, base: ReadTensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter, tensor); `load` returns tensors by names in `peft`, `base` the base's weights."""
         for part, (end, location) in self.forms.items():
-            value = location.to_ours([read(f"{PREFIX}{module}{end}") for module in self.modules])
+            value = location.from_stored([load(f"{PREFIX}{module}{end}") for module in self.modules])
             yield f"{self.name}.lora.{part}", value - self.norms(base) if part == "magnitude" else value
 
-    def norms(self, base: Read) -> Tensor:
+    def norms(self, base: ReadTensor) -> Tensor:
         """Norms of the rows of the base's weight that have adapters, in B's order."""
         rows, norms = self.adapter.rows, torch.linalg.vector_norm(base(f"{self.name}.weight"), dim=1)
         parts: Tensor = norms.unflatten(0, (-1, rows.parts, self.adapter.size))
@@ -106,8 +106,10 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
     return stored
 
 
-def stored_tensors(model: ModelConfig, lora: LoraConfig, read: Read, base: Read) -> dict[str, Tensor]:
-    """Return all adapters as `peft` stores them; `read` and `base` return tensors by our names.
+def stored_tensors(
+    model: ModelConfig, lora: LoraConfig, load: ReadTensor, base: ReadTensor
+) -> dict[str, Tensor]:
+    """Return all adapters as `peft` stores them; `load` and `base` return tensors of adapters and base.
 
     Raises UserError as `stored_adapters` does.
     """
@@ -118,7 +120,7 @@ def stored_tensors(model: ModelConfig, lora: LoraConfig, read: Read, base: Read)
                 f"{adapter.name} is a part of {adapter.modules[0]} in transformers, and peft adapts no part; "
                 "use mlm export hf merge=true"
             )
-        tensors.update(adapter.to_theirs(read, base))
+        tensors.update(adapter.to_peft(load, base))
     return tensors
 
 
@@ -127,17 +129,17 @@ def write_config(
     lora: LoraConfig,
     base: str,
     tensors: Mapping[str, Tensor],
-    trained: Sequence[str] = (),
+    head_names: Sequence[str] = (),
 ) -> dict[str, JSON]:
     """Return adapter_config.json; `base` is the name or folder of the base model.
 
-    `tensors` are `stored_tensors`' result; `trained` are the names of a task's head, which is trained whole.
+    `tensors` is the result of `stored_tensors`; `head_names` are the tensors of a task's fully trained head.
     """
     mapping = mapping_of(model)
     assert mapping is not None
     heads = mapping.head_prefixes  # peft replaces the module of a head, not its layers
-    whole = sorted(
-        {name[: name.find(".") if name.startswith(heads) else name.rfind(".")] for name in trained}
+    trained_modules = sorted(
+        {name[: name.find(".") if name.startswith(heads) else name.rfind(".")] for name in head_names}
     )
     ranks = adapted_ranks(tensors)
     stacked = {rank: [module for module in ranks if ranks[module] == rank] for rank in {*ranks.values()}}
@@ -147,7 +149,7 @@ def write_config(
     return {
         "peft_type": "LORA",
         "task_type": TASK_TYPES[model.head],
-        **({"modules_to_save": whole} if whole else {}),
+        **({"modules_to_save": trained_modules} if trained_modules else {}),
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -163,14 +165,14 @@ def write_config(
 
 
 def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
-    """Return the last parts of the names of modules if they name no other layer, else the full names."""
+    """Return the last components of module names if they match no other layer, else the full names."""
     short = {name.rpartition(".")[2] for name in adapted}
-    named = {name for name in layer_modules(model) if name.rpartition(".")[2] in short}
-    return sorted(short if named == set(adapted) else adapted)
+    matching = {name for name in layer_modules(model) if name.rpartition(".")[2] in short}
+    return sorted(short if matching == set(adapted) else adapted)
 
 
 def layer_modules(model: ModelConfig) -> set[str]:
-    """Return the modules of the transformer layers, as the class of the model names them."""
+    """Return the modules of the transformer layers, named as in the class of the model."""
     mapping = mapping_of(model)
     assert mapping is not None
     names = [name for location in layer_locations(model).values() for name in location.names]
@@ -178,7 +180,7 @@ def layer_modules(model: ModelConfig) -> set[str]:
 
 
 def adapted_ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the rank of each module that has an adapter among tensors as `peft` names them."""
+    """Return the rank of each module with an adapter among tensors of `peft`."""
     return {
         name.removeprefix(PREFIX).removesuffix(SUFFIX): len(value) if value.ndim else 0
         for name, value in tensors.items()
@@ -187,11 +189,11 @@ def adapted_ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def read_adapters(
-    config: Mapping[str, JSON], tensors: Mapping[str, Tensor], model: ModelConfig, base: Read
+    config: Mapping[str, JSON], tensors: Mapping[str, Tensor], model: ModelConfig, base: ReadTensor
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return our settings and tensors for an adapter_config.json and the tensors stored with it.
+    """Return settings and tensors for an adapter_config.json and its tensors.
 
-    `base` returns the base's weights by our names. Raises UserError for what our adapters do not compute.
+    `base` returns the base's weights. Raises UserError for adapters that mlm does not compute.
     """
     merge = "merge it by merge_and_unload of peft, save the model and import that"
     for key, value in {"peft_type": None, **config}.items():
@@ -222,16 +224,16 @@ def read_adapters(
         dora=config.get("use_dora", False) is True,
     )
     adapters = stored_adapters(model, lora)
-    known = {f"{PREFIX}{m}{end}" for a in adapters for m in a.modules for end, _ in a.forms.values()}
-    if other := sorted(known ^ tensors.keys()):
-        problem = "is missing" if other[0] in known else "is no part of an adapter"
-        raise UserError(f"{WEIGHTS}: {other[0]} {problem}; {merge}")
+    expected_names = {f"{PREFIX}{m}{end}" for a in adapters for m in a.modules for end, _ in a.forms.values()}
+    if unexpected := sorted(expected_names ^ tensors.keys()):
+        problem = "is missing" if unexpected[0] in expected_names else "is no part of an adapter"
+        raise UserError(f"{WEIGHTS}: {unexpected[0]} {problem}; {merge}")
     shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora, layer_names(model))}
     for adapter in adapters:
         for part, (end, location) in adapter.forms.items():
-            wanted = location.shapes(shapes[f"{adapter.name}.lora.{part}"])[0]
+            expected = location.shapes(shapes[f"{adapter.name}.lora.{part}"])[0]
             for name in (f"{PREFIX}{module}{end}" for module in adapter.modules):
-                if (shape := tuple(tensors[name].shape)) != wanted:
-                    problem = f"is {list(shape)}, its base makes it {list(wanted)}; name its base"
+                if (shape := tuple(tensors[name].shape)) != expected:
+                    problem = f"is {list(shape)}, its base makes it {list(expected)}; name its base"
                     raise UserError(f"{WEIGHTS}: {name} {problem}")
-    return lora, {n: x for a in adapters for n, x in a.to_ours(tensors.__getitem__, base)}
+    return lora, {n: x for a in adapters for n, x in a.from_peft(tensors.__getitem__, base)}

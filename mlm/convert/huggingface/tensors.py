@@ -1,4 +1,4 @@
-"""The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
+"""The tensors of a model folder of `transformers`, checked, digested and read as parameters."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HFTensors:
-    """The tensors of a model folder, one read at a time, under our names."""
+    """The parameters in a model folder, read one at a time."""
 
     def __init__(self, model: HFModel) -> None:
         """Check names and dtypes; `check` compares shapes.
@@ -31,9 +31,9 @@ class HFTensors:
         family ignores. Raises UserError.
         """
         self.model = model
-        self._locations, known, quantised = dict[str, Location](), set(model.content.unused), set[str]()
-        for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
-            if ours in model.content.filled:
+        self._locations, used, quantised = dict[str, Location](), set(model.content.unused), set[str]()
+        for key, location in model.mapping.locations(model.config):  # stops at the first that is missing
+            if key in model.content.filled:
                 continue
             name = location.names[0]
             blocks, scales = f"{name}_blocks", f"{name}_scales"
@@ -41,23 +41,23 @@ class HFTensors:
                 rows = location.experts._replace(transposed=False, is_mxfp4=True)
                 location = replace(location, names=(blocks, scales), experts=rows)
                 quantised |= {blocks, scales}
-            for theirs in location.names:
-                if theirs not in model.stored:
+            for name in location.names:
+                if name not in model.stored:
                     raise UserError(
-                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} requires. {SAVE_AGAIN}"
+                        f"{model.folder}: holds no tensor {name}, which {CONFIG} requires. {SAVE_AGAIN}"
                     )
-            self._locations[ours] = location
-            known.update(location.names)
-        known_twice = {copy for copy, name in model.copies.items() if name in known}
+            self._locations[key] = location
+            used.update(location.names)
+        copies = {copy for copy, name in model.mapping.copies(model.config).items() if name in used}
         for name, (file, stored) in model.stored.items():
-            if name not in known | known_twice and not model.mapping.ignored.fullmatch(name):
-                wanted = model.architecture
+            if name not in used | copies and not model.mapping.ignored.fullmatch(name):
+                class_name = model.architecture
                 raise UserError(
-                    f"{model.folder / file}: {show(name)} is no parameter of {wanted}. Save the model as "
-                    f"{wanted}, without other heads or more layers than {CONFIG} says"
+                    f"{model.folder / file}: {show(name)} is no parameter of {class_name}. Save the model as "
+                    f"{class_name}, without other heads or more layers than {CONFIG} says"
                 )
             supported = (torch.uint8,) if name in quantised else FLOATS
-            if name in known and stored.dtype not in supported:
+            if name in used and stored.dtype not in supported:
                 kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in supported)
                 raise UserError(
                     f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
@@ -73,16 +73,16 @@ class HFTensors:
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.model.files.values())
 
-    def holds(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         return name in self._locations
 
     def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
         """Return the content digest of each file, the tokenizer's too; `progress` receives tensor bytes."""
         digests, folder = {}, self.model.folder
-        beside_vocabulary, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
+        added_tokens, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
         with reading_from(folder, SAVE_AGAIN):
             for name in SMALL_FILES:
-                is_read = name != beside_vocabulary or find_file(folder, vocabulary)
+                is_read = name != added_tokens or find_file(folder, vocabulary)
                 if is_read and (path := find_file(folder, name)):
                     digests[name] = digest_file(path)
             for name, path in self.model.files.items():
@@ -90,7 +90,7 @@ class HFTensors:
         return dict(sorted(digests.items()))
 
     def check(self) -> None:
-        """Raise UserError unless shapes are those that config.json implies, and copies are equal."""
+        """Raise UserError unless shapes match config.json and copies are equal."""
         for name, parameter in self._parameters.items():
             if name in self.model.content.filled:
                 continue
@@ -100,16 +100,16 @@ class HFTensors:
                     f"{self.model.folder}: {location.names[0]}: {CONFIG} makes rows of {shape[-1]} "
                     f"numbers, and MXFP4 has blocks of {MXFP4_BLOCK}. {SAVE_AGAIN}"
                 )
-            for theirs, want in zip(location.names, location.shapes(shape), strict=True):
-                file, stored = self.model.stored[theirs]
-                if stored.shape != want:
+            for tensor, expected in zip(location.names, location.shapes(shape), strict=True):
+                file, stored = self.model.stored[tensor]
+                if stored.shape != expected:
                     raise UserError(
-                        f"{self.model.folder / file}: {theirs} is {list(stored.shape)}, {CONFIG} makes it "
-                        f"{list(want)}. Fix {CONFIG}, or save the model again"
+                        f"{self.model.folder / file}: {tensor} is {list(stored.shape)}, {CONFIG} makes it "
+                        f"{list(expected)}. Fix {CONFIG}, or save the model again"
                     )
-        # The output layer is our token table: copies of it must be equal.
+        # mlm's output layer is the token table: stored copies must equal it.
         model, has_output = self.model, self.model.config.head == "language_model"
-        for copy, name in model.copies.items():
+        for copy, name in model.mapping.copies(model.config).items():
             if copy not in model.stored:
                 if not has_output or model.is_tied or not copy.endswith("weight"):
                     continue
@@ -133,7 +133,7 @@ class HFTensors:
             raise UserError(f"{model.folder}: {copy} differs from {name}, and {fix}")
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements of our parameter `name`, float32. Raises CorruptFileError unless finite."""
+        """Return elements of a parameter, float32. Raises CorruptFileError unless they are finite."""
         location = self._locations[name]
         value = location.read(self._parameters[name].shape, region, self._load)
         if location.is_mxfp4 and not value.isfinite().all():  # an exponent that is NaN's
@@ -141,15 +141,15 @@ class HFTensors:
             raise CorruptFileError(f"{file}: {location.names[-1]} is not finite. {SAVE_AGAIN}")
         return value
 
-    def _load(self, theirs: str, region: Region) -> Tensor:
-        """Return elements of a stored tensor as float32; bytes as they are."""
-        file, stored = self.model.stored[theirs]
-        whole = Region.full(stored.shape)
+    def _load(self, name: str, region: Region) -> Tensor:
+        """Return elements of a stored tensor, float32; bytes stay uint8."""
+        file, stored = self.model.stored[name]
+        full = Region.full(stored.shape)
         dtype = stored.dtype if stored.dtype == torch.uint8 else torch.float32
         target = torch.empty(region.size, dtype=dtype)
         if region.volume:
             with reading_from(self.model.folder / file, SAVE_AGAIN), open(self.model.files[file], "rb") as f:
-                copy_region(f, stored, region, whole, target)
+                copy_region(f, stored, region, full, target)
             if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
-                raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {SAVE_AGAIN}")
+                raise CorruptFileError(f"{self.model.folder / file}: {name} is not finite. {SAVE_AGAIN}")
         return target

@@ -51,7 +51,7 @@ RENAMED = (
     (r"mlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
     (r"mlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
 )
-"""Names in a layer from 2019 to 2024 -> Megatron Core's."""
+"""Pattern of a name in a layer, of 2019 to 2024 -> Megatron Core's name."""
 RENAMED_OUTSIDE = (
     (r"(position|tokentype)_embeddings\.weight", r"embedding.\1_embeddings.weight"),
     (r"((?:en|de)coder)\.final_norm\.(.+)", r"\1.final_layernorm.\2"),
@@ -60,7 +60,7 @@ RENAMED_OUTSIDE = (
     (r"lm_head\.bias", "output_layer.bias"),
 )
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_DEPTH, _MOST_NODES = 8, 1 << 17  # of the dictionaries in a file; they may contain themselves
+_MOST_DEPTH, _MOST_NODES = 8, 1 << 17  # of nested dictionaries, which may contain themselves
 
 
 def is_classic(step: Path) -> bool:
@@ -74,7 +74,7 @@ def open_classic(
 ) -> ForeignModel:
     """Open the files of all ranks: names, shapes, equal replicas and tied head, supported arguments.
 
-    `num_heads` is for files of 2019, which do not record it; the others are as in `open_distributed`. Raises
+    `num_heads` is for files of 2019, which do not record it; the sizes are as in `open_distributed`. Raises
     UserError and CorruptFileError.
     """
     files = RankFiles(step)
@@ -82,11 +82,11 @@ def open_classic(
     chunks = dict[Rank, list[dict[str, Any]]]()
     for rank, content in files.contents.items():
         path, keys = files.paths[rank], ["model"]
-        if "model" not in content:  # one of each virtual stage
+        if "model" not in content:  # a part for each virtual stage
             keys = [f"model{v}" for v in range(len(content)) if f"model{v}" in content]
         if not keys:
-            held = one_line(", ".join(sorted(content)[:6])) or "nothing"
-            raise CorruptFileError(f"{path}: holds no model (it has {held}): name another iteration")
+            content_names = one_line(", ".join(sorted(content)[:6])) or "nothing"
+            raise CorruptFileError(f"{path}: holds no model (it has {content_names}): name another iteration")
         chunks[rank] = [flatten(path, content[key]) for key in keys]
     version = check_one_save(files, chunks)
     names = [name for parts in chunks.values() for part in parts for name in part]
@@ -116,7 +116,7 @@ class RankFiles:
         for folder in folders:
             numbers = RANK_FOLDER.fullmatch(folder.name)
             paths = [path for name in MODEL_FILES if (path := folder / name).is_file()]
-            if not numbers or not paths:  # the moments of a data-parallel rank have folders of their own
+            if not numbers or not paths:  # optimizer state of data-parallel ranks has separate folders
                 continue
             if numbers[3] is not None:
                 raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
@@ -172,11 +172,11 @@ class RankTensors:
         *,
         is_gated: bool,
     ) -> None:
-        """Raises CorruptFileError unless copies in several ranks are equal, NaN included."""
+        """Raise CorruptFileError unless replicas on several ranks are equal, NaN included."""
         self.tp, self.shapes = files.tp, dict[str, Shape]()
         self.parts, self.version, self.heads, self.is_gated = parts, version, heads, is_gated
-        for name, (first, *others) in parts.items():
-            if any(part.shape != first.shape or part.dtype != first.dtype for part in others):
+        for name, (first, *other_parts) in parts.items():
+            if any(part.shape != first.shape or part.dtype != first.dtype for part in other_parts):
                 raise CorruptFileError(
                     f"{files.step}: {one_line(name)} differs in form between tensor-parallel ranks"
                 )
@@ -185,7 +185,7 @@ class RankTensors:
                 shape[dim] *= self.tp
             self.shapes[name] = tuple(shape)
             if dim is None and any(
-                not torch.equal(part.view(torch.uint8), first.view(torch.uint8)) for part in others
+                not torch.equal(part.view(torch.uint8), first.view(torch.uint8)) for part in other_parts
             ):
                 raise CorruptFileError(
                     f"{files.step}: {one_line(name)} differs between tensor-parallel ranks, which hold "
@@ -193,15 +193,15 @@ class RankTensors:
                 )
 
     def load(self, name: str, region: Region) -> Tensor:
-        """Return those elements, float32, qkv rows as [head][q, k, v][column]."""
+        """Return elements of a tensor, float32, qkv rows as [head][q, k, v][column]."""
         target = torch.empty(region.size)
-        for held, part in self._slices(name):
-            if common := region.intersect(held):
-                target[common.within(region)] = part[common.within(held)]
+        for stored_region, part in self._slices(name):
+            if common := region.intersect(stored_region):
+                target[common.within(region)] = part[common.within(stored_region)]
         return target
 
     def _slices(self, name: str) -> Iterator[tuple[Region, Tensor]]:
-        """Yield the slices of a full tensor that ranks hold."""
+        """Yield the regions of a full tensor and the slices of ranks that hold them."""
         dim, parts = split_dim(name), self.parts[name]
         is_old_qkv = self.version < 2 and name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         for t, part in enumerate(parts if dim is not None else parts[:1]):
@@ -225,7 +225,7 @@ class RankTensors:
 
 
 def split_dim(name: str) -> int | None:
-    """Return the dim that tensor-parallel ranks share; None if each has the whole tensor."""
+    """Return the dim that is split over tensor-parallel ranks; None for replicated tensors."""
     if name in TABLES or _SPLIT_ROWS.fullmatch(name):
         return 0
     return 1 if _SPLIT_COLUMNS.fullmatch(name) else None
@@ -233,7 +233,7 @@ def split_dim(name: str) -> int | None:
 
 def flatten(path: Path, chunk: Any) -> dict[str, Any]:
     """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
-    named: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
     visited = 0
     while open_nodes:
@@ -241,18 +241,18 @@ def flatten(path: Path, chunk: Any) -> dict[str, Any]:
         visited += 1
         if prefix and not isinstance(node, dict):
             if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
-                named[prefix.removesuffix(".")] = node
+                values_by_name[prefix.removesuffix(".")] = node
             continue
         too_many = depth > _MOST_DEPTH or visited > _MOST_NODES
         if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
             name = one_line(prefix) or "model"
             raise CorruptFileError(f"{path}: {name} is no dictionary of names: copy it again")
         open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
-    return named
+    return values_by_name
 
 
 def core_name(name: str, layers: str) -> str:
-    """Return Megatron Core's name for one of any year; `layers` is the part that holds the layers there."""
+    """Return Megatron Core's name for a name of any year; `layers` is its module of the layers."""
     short = name.removeprefix("language_model.")
     if short != name:
         short = re.sub(r"^(?:transformer|encoder|decoder)\.", f"{layers}.", short)
@@ -267,7 +267,7 @@ def core_name(name: str, layers: str) -> str:
 
 
 def check_one_save(files: RankFiles, chunks: Mapping[Rank, list[dict[str, Any]]]) -> float:
-    """Return the checkpoint_version of all files. Raises CorruptFileError if they are not of one save."""
+    """Return the checkpoint_version. Raises CorruptFileError if the files are of different saves."""
     first = files.contents[0, 0]
     for rank, content in files.contents.items():
         for key in ("iteration", "checkpoint_version"):
@@ -283,24 +283,24 @@ def check_one_save(files: RankFiles, chunks: Mapping[Rank, list[dict[str, Any]]]
             )
     version = first.get("checkpoint_version") or 0
     if version not in (0, 1.0, 2.0, 3.0):
-        given = f"checkpoint_version={describe_value(version)}"
-        raise UserError(f"{files.paths[0, 0]}: {given}: 0, 1.0, 2.0 and 3.0 are known")
+        setting = f"checkpoint_version={describe_value(version)}"
+        raise UserError(f"{files.paths[0, 0]}: {setting}: 0, 1.0, 2.0 and 3.0 are known")
     return float(version)
 
 
 def merge_stages(
     files: RankFiles, chunks: Mapping[Rank, list[dict[str, Any]]], layers: str
 ) -> list[dict[str, Tensor]]:
-    """Return Megatron Core's names -> tensors of each tensor-parallel rank, layers numbered over stages."""
+    """Return tensors by Megatron Core's names for each tensor-parallel rank, layers numbered over stages."""
     ranks = list[dict[str, Tensor]]()
     for t in range(files.tp):
-        named, first_layer = dict[str, Tensor](), 0
+        tensors, first_layer = dict[str, Tensor](), 0
         for v in range(len(chunks[t, 0])):
             for p in range(files.pp):
                 part = {core_name(name, layers): value for name, value in chunks[t, p][v].items()}
-                first_layer += add_stage(named, files, (t, p), part, first_layer)
-        ranks.append(named)
-        if differing := named.keys() ^ ranks[0].keys():
+                first_layer += add_stage(tensors, files, (t, p), part, first_layer)
+        ranks.append(tensors)
+        if differing := tensors.keys() ^ ranks[0].keys():
             raise CorruptFileError(
                 f"{files.step}: {min(differing)} is not in every rank that should hold it: copy all again"
             )
@@ -308,7 +308,7 @@ def merge_stages(
 
 
 def add_stage(
-    named: dict[str, Tensor], files: RankFiles, rank: Rank, part: Mapping[str, Any], first_layer: int
+    tensors: dict[str, Tensor], files: RankFiles, rank: Rank, part: Mapping[str, Any], first_layer: int
 ) -> int:
     """Add the tensors of a stage; return its number of layers."""
     path, layers = files.paths[rank], set[int]()
@@ -320,14 +320,14 @@ def add_stage(
         except DAMAGES:
             tensor = torch.empty(0)
         if tensor.dtype not in _FLOATS or not 1 <= tensor.ndim <= 2 or not tensor.numel():
-            what = "is not a plain tensor of floating-point numbers"
-            raise CorruptFileError(f"{path}: {one_line(name)} {what}: copy it again")
+            problem = "is not a plain tensor of floating-point numbers"
+            raise CorruptFileError(f"{path}: {one_line(name)} {problem}: copy it again")
         if in_layer := IN_LAYER.fullmatch(name):
             layers.add(int(in_layer[2]))
             name = f"{in_layer[1]}.layers.{first_layer + int(in_layer[2])}.{in_layer[3]}"
-        if name in named:
+        if name in tensors:
             raise unknown_name(path, name)
-        named[name] = tensor
+        tensors[name] = tensor
     if layers != set(range(len(layers))):
         raise CorruptFileError(f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again")
     return len(layers)

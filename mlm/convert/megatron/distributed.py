@@ -32,11 +32,11 @@ STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
 _OTHER = re.compile(
     r"(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)[._/].*|.*_extra_state.*"
 )
-"""Tensors that are not of the model."""
+"""Tensors outside of the model."""
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_STACKED = 1 << 17
-"""Layers of a tensor."""
+"""Limit on the layers in a tensor."""
 
 
 def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int | None) -> ForeignModel:
@@ -54,7 +54,7 @@ def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int |
                 f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
             )
     reader, layers = DCPReader(folder, tensors), dict[str, tuple[str, tuple[int, ...]]]()
-    # Name of each layer's tensor -> the stored one, and an index into its first dim, if any.
+    # Name of each layer's tensor -> the stored tensor, and the layer's index if it holds all layers.
     for name, tensor in tensors.items():
         if not _STACKED.fullmatch(name):
             layers[name] = name, ()
@@ -70,15 +70,15 @@ def open_distributed(folder: Path, vocab_size: int | None, tokenizer_size: int |
         return reader.read(stored, part, torch.float32).reshape(region.size)
 
     shapes = {name: tensors[stored].shape[len(index) :] for name, (stored, index) in layers.items()}
-    held = MegatronTensors(folder, "torch_dist", reader, shapes, load)
+    megatron_tensors = MegatronTensors(folder, "torch_dist", reader, shapes, load)
     sizes = vocab_size, tokenizer_size
-    return assemble(held, args, iteration=common.get("iteration"), vocabulary=sizes)
+    return assemble(megatron_tensors, args, iteration=common.get("iteration"), vocabulary=sizes)
 
 
 def find_step(source: str | Path) -> Path:
-    """Return the folder of one iteration of a checkpoint folder.
+    """Return the folder of an iteration in a checkpoint folder.
 
-    Raises UserError if it is not clear which, or if it is of another format.
+    Raises UserError if the iteration is ambiguous, or the format is another.
     """
     source = Path(source)
     if RANK_FOLDER.fullmatch(source.name):

@@ -1,6 +1,6 @@
 """Description of a model family in Megatron Core's names and arguments, filled in by mappings.py.
 
-Names are those with Transformer Engine, which torch_dist always has. Source: NVIDIA/Megatron-LM,
+Names are as with Transformer Engine, which torch_dist always uses. Source: NVIDIA/Megatron-LM,
 core/models/gpt, core/models/bert, core/transformer; arguments.py of 2023 to 2025.
 """
 
@@ -21,9 +21,9 @@ TABLES = (TOKEN_TABLE, OUTPUT, "output_layer.bias")
 IN_LAYER = re.compile(r"((?:en|de)coder)\.layers\.(\d{1,6})\.(.+)")
 
 
-def names_of_parts(ours: str, theirs: str) -> dict[str, str]:
-    """Return the names of a weight and a bias; {} in `theirs` stands for either word."""
-    return {f"{ours}.{part}": theirs.format(part) for part in ("weight", "bias")}
+def core_names(module: str, core_template: str) -> dict[str, str]:
+    """Return Megatron Core's names of a weight and a bias; {} in `core_template` stands for either word."""
+    return {f"{module}.{part}": core_template.format(part) for part in ("weight", "bias")}
 
 
 OUTER = {
@@ -31,16 +31,16 @@ OUTER = {
     "position.weight": "embedding.position_embeddings.weight",
     "output.weight": OUTPUT,
 }
-"""Our names outside the layers -> theirs; final_norm is in the part that holds the layers."""
+"""Parameters outside the layers -> Megatron Core's names; final_norm is in the module of the layers."""
 LAYER = {
-    **names_of_parts("attention_norm", "self_attention.linear_qkv.layer_norm_{}"),
-    **names_of_parts("attention.qkv", "self_attention.linear_qkv.{}"),
-    **names_of_parts("attention.out", "self_attention.linear_proj.{}"),
-    **names_of_parts("mlp_norm", "mlp.linear_fc1.layer_norm_{}"),
-    **names_of_parts("mlp.up", "mlp.linear_fc1.{}"),
-    **names_of_parts("mlp.down", "mlp.linear_fc2.{}"),
+    **core_names("attention_norm", "self_attention.linear_qkv.layer_norm_{}"),
+    **core_names("attention.qkv", "self_attention.linear_qkv.{}"),
+    **core_names("attention.out", "self_attention.linear_proj.{}"),
+    **core_names("mlp_norm", "mlp.linear_fc1.layer_norm_{}"),
+    **core_names("mlp.up", "mlp.linear_fc1.{}"),
+    **core_names("mlp.down", "mlp.linear_fc2.{}"),
 }
-"""Our names in a layer -> theirs."""
+"""Parameters in a layer -> Megatron Core's names."""
 THROUGH_HF = (
     "mixtures of experts go to Megatron and back as a folder of Hugging Face, which mlm export hf writes and "
     "mlm import reads: convert it with Megatron Bridge"
@@ -74,12 +74,11 @@ ARGS: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": (None, False),
     "hybrid_override_pattern": (None,),
 }
-"""Arguments that would change GPT-2 or BERT -> the values that do not. A version without an argument has the
-behaviour of these."""
+"""Arguments that would change GPT-2 or BERT -> values that do not, as in versions without the argument."""
 
 
 class SizeOf(NamedTuple):
-    """A dim of one of our parameters that shows a size of the model."""
+    """A dim of a parameter that shows a size of the model."""
 
     parameter: str
     dim: int = 0
@@ -95,7 +94,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronMapping:
-    """A model family as Megatron-LM names and configures it."""
+    """Names and configuration of a model family in Megatron-LM."""
 
     name: str
     """Its name in messages."""
@@ -104,52 +103,52 @@ class MegatronMapping:
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     args: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ARGS)
-    """Arguments of a run -> supported values; one that is not here changes nothing."""
+    """Arguments of a run -> supported values; other arguments do not change the model."""
     required: tuple[str, ...] = ()
-    """Arguments whose absence means a model that the family is not."""
+    """Arguments without which a run is of another family."""
     is_grouped: bool = False
     """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
     rows: Callable[[ModelConfig], Mapping[str, Location]] = lambda model: {}
-    """Return locations, without names, of parameters whose rows are in another order, by name in a layer."""
+    """Return locations, without names, of parameters with another order of rows, by name in a layer."""
     layers: str = "decoder"
-    """Megatron Core's name of the part that holds the layers."""
+    """Megatron Core's module of the layers."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    """Return the arguments that make such a model, without the sizes that all families have."""
+    """Return the arguments of such a model, without the sizes that all families have."""
     problem: Callable[[ModelConfig], str | None] = lambda model: None
     """Return why Megatron Core has no such model."""
     sizes: Mapping[str, SizeOf] = field(default_factory=lambda: SIZES)
     """Field of ModelConfig -> parameter that shows it."""
     vocabularies: tuple[int, ...]
-    """Tokens of the published tokenizers, for runs that do not name theirs."""
+    """Vocabulary sizes of published tokenizers, for runs that do not record one."""
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Return fields of ModelConfig that depend on a run's arguments or are fixed."""
     zero_if_absent: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that a run may lack, and is computed as if they were zero -> remark."""
+    """Parameters that a run may lack, which are then zero -> remark."""
     initial_if_absent: tuple[str, ...] = ()
-    """Modules that a run may lack: they take initial values."""
+    """Modules that a run may lack, which then take initial values."""
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda args: ()
-    """Return remarks on what differs a little from the run."""
+    """Return remarks on small differences from the run."""
 
     @cached_property
-    def _theirs(self) -> Mapping[str, str]:
-        final_norm = names_of_parts("final_norm", f"{self.layers}.final_layernorm.{{}}")
+    def _outer_names(self) -> Mapping[str, str]:
+        final_norm = core_names("final_norm", f"{self.layers}.final_layernorm.{{}}")
         return {**self.outer, **final_norm}
 
-    def has_name(self, theirs: str) -> bool:
-        """True if a parameter of the family, or a copy of one, has that name."""
-        if (in_layer := IN_LAYER.fullmatch(theirs)) and in_layer[1] == self.layers:
+    def has_name(self, core_name: str) -> bool:
+        """True if a parameter of the family, or a copy of one, has this name in Megatron Core."""
+        if (in_layer := IN_LAYER.fullmatch(core_name)) and in_layer[1] == self.layers:
             return in_layer[3] in self.layer.values()
-        return theirs in self._theirs.values()
+        return core_name in self._outer_names.values()
 
-    def core_name(self, ours: str) -> str:
-        """Return Megatron Core's name of the tensor that holds a parameter."""
-        if in_layer := re.fullmatch(r"(layers\.\d+\.)(.+)", ours):
+    def core_name(self, parameter: str) -> str:
+        """Return Megatron Core's name of the tensor that stores a parameter."""
+        if in_layer := re.fullmatch(r"(layers\.\d+\.)(.+)", parameter):
             return f"{self.layers}.{in_layer[1]}{self.layer[in_layer[2]]}"
-        return self._theirs[ours]
+        return self._outer_names[parameter]
 
     def locations(self, model: ModelConfig) -> Iterator[tuple[str, Location]]:
-        """Yield (our name, location) of every parameter."""
+        """Yield (parameter, location) of every parameter."""
         rows = self.rows(model)
-        for ours in parameters(model):
-            location = rows.get(re.sub(r"^layers\.\d+\.", "", ours), Location(()))
-            yield ours, replace(location, names=(self.core_name(ours),))
+        for parameter in parameters(model):
+            location = rows.get(re.sub(r"^layers\.\d+\.", "", parameter), Location(()))
+            yield parameter, replace(location, names=(self.core_name(parameter),))

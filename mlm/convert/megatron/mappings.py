@@ -1,4 +1,4 @@
-"""GPT-2, BERT and Llama (with Mistral and Qwen) as Megatron-LM names, orders and configures them.
+"""Names, order of rows and configuration of GPT-2, BERT and Llama (Mistral, Qwen) in Megatron-LM.
 
 A Llama is a run with `--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`.
 Source: NVIDIA/Megatron-LM, core/transformer/attention.py, mlp.py,
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlm.convert.locations import Location
-from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf, names_of_parts
+from mlm.convert.megatron.mapping import ARGS, LAYER, OUTER, MegatronMapping, SizeOf, core_names
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks, unusual_form
 
 
 def write_gelu(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of a GPT-2 or BERT; the fused kernel is gelu's tanh form."""
+    """Return the arguments of a GPT-2 or BERT; Megatron's fused kernel is the tanh form of gelu."""
     return {
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
@@ -37,17 +37,17 @@ def gelu_problem(model: ModelConfig) -> str | None:
 def gelu_of(args: Mapping[str, Any]) -> str:
     """Return model.activation of a run: gelu_tanh if it computed gelu by its tanh form.
 
-    That is Megatron-LM's fused kernel, its openai_gelu, and all of it before openai_gelu became a choice
-    (2020); torch's gelu, its other choice, is the exact one.
+    Megatron-LM's fused kernel and openai_gelu are the tanh form, as is every run before openai_gelu became an
+    argument (2020); otherwise it is torch's exact gelu.
     """
     is_fused = args.get("bias_gelu_fusion", "openai_gelu" not in args) is True and not args.get("onnx_safe")
     return "gelu_tanh" if args.get("openai_gelu") is True or is_fused else "gelu"
 
 
 def bert_notes(args: Mapping[str, Any]) -> list[str]:
-    """Return a remark if layers and masked-LM head were trained with two forms of gelu.
+    """Return a remark if layers and masked-LM head were trained with different forms of gelu.
 
-    The fused kernel (bias_gelu_fusion) is of the layers alone.
+    Only the layers use the fused kernel (bias_gelu_fusion).
     """
     is_tanh_in_head = args.get("openai_gelu") is True or "openai_gelu" not in args
     if gelu_of(args) == "gelu" or is_tanh_in_head:
@@ -70,11 +70,11 @@ BERT = MegatronMapping(
     outer={
         **OUTER,
         "token_type.weight": "embedding.tokentype_embeddings.weight",
-        **names_of_parts("pooler", "pooler.dense.{}"),
-        **names_of_parts("mlm_head.transform", "lm_head.dense.{}"),
-        **names_of_parts("mlm_head.norm", "lm_head.layer_norm.{}"),
+        **core_names("pooler", "pooler.dense.{}"),
+        **core_names("mlm_head.transform", "lm_head.dense.{}"),
+        **core_names("mlm_head.norm", "lm_head.layer_norm.{}"),
         "mlm_head.vocabulary.bias": "output_layer.bias",
-        **names_of_parts("sop_head", "binary_head.{}"),
+        **core_names("sop_head", "binary_head.{}"),
     },
     vocabularies=(30522, 28996),  # uncased and cased
     settings=lambda args: {"activation": gelu_of(args), "token_types": 2},
@@ -89,11 +89,11 @@ BERT = MegatronMapping(
     problem=gelu_problem,
 )
 LLAMA3_CONTEXT = 8192
-"""Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
+"""Context before scaling (use_rope_scaling), a constant of Megatron Core, like its factors 1 and 4."""
 
 
 def llama_rows(model: ModelConfig) -> dict[str, Location]:
-    """Return rows in attention's tensor, [group][its queries, k, v][head_dim], and in MLP's, [gate, up]."""
+    """Return rows in the tensors of attention, [group][queries, k, v][head_dim], and MLP, [gate, up]."""
     settings = LlamaSettings.of(model)
     kv, width = settings.num_kv_heads, settings.head_dim
     queries = model.num_heads // kv * width
@@ -182,8 +182,8 @@ LLAMA = MegatronMapping(
     summary="RMSNorm first, rotary positions, SwiGLU, no biases except in queries, keys and values",
     layer={
         **LAYER,
-        **names_of_parts("attention.query", "self_attention.linear_qkv.{}"),
-        **names_of_parts("attention.kv", "self_attention.linear_qkv.{}"),
+        **core_names("attention.query", "self_attention.linear_qkv.{}"),
+        **core_names("attention.kv", "self_attention.linear_qkv.{}"),
         "attention.query_norm.weight": "self_attention.q_layernorm.weight",
         "attention.key_norm.weight": "self_attention.k_layernorm.weight",
     },

@@ -1,7 +1,7 @@
-"""A Megatron-LM checkpoint as our model: settings, and parameters read one at a time.
+"""The model of a Megatron-LM checkpoint: settings, and parameters read one at a time.
 
-The arguments of the run (its `args`) decide the settings, with the sizes that the tensors show. An argument
-that a version did not have is absent, and has that version's one behaviour.
+Settings come from the arguments of the run (its `args`) and the sizes of the tensors. An argument that a
+version did not have is absent, and means the only behaviour of that version.
 """
 
 import math
@@ -15,9 +15,9 @@ from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.slices import Read
 from mlm.checkpoint.parameters import parameters
 from mlm.convert.dcp.metadata import COPY_AGAIN
-from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, PickleError, Saved, read_archive
+from mlm.convert.dcp.unpickled import DAMAGES, NotDataError, PickleError, SavedFile, read_archive
 from mlm.convert.huggingface.mapping import declared_ids
-from mlm.convert.locations import Files, ForeignModel, Shape, check_shapes, foreign_tensors
+from mlm.convert.locations import CheckpointFiles, ForeignModel, Shape, check_shapes, foreign_tensors
 from mlm.convert.megatron.mapping import IN_LAYER, OUTPUT, THROUGH_HF, TOKEN_TABLE, MegatronMapping
 from mlm.convert.megatron.mappings import MAPPINGS
 from mlm.models.config import ModelConfig
@@ -28,7 +28,7 @@ from mlm.util.terminal import one_line
 
 
 class MegatronArgs:
-    """The args of a run, empty for a file of 2019. Values of unexpected types are never read."""
+    """The args of a run, empty for a file of 2019. Only values of expected types are read."""
 
     def __init__(self, args: Any, path: Path, *, may_lack: bool = False) -> None:
         self.path, self.values = path, dict[str, Any]()
@@ -42,15 +42,12 @@ class MegatronArgs:
             ) from None
 
     def number(self, *names: str) -> int | None:
-        """Return the first of these that is given and not None, a positive whole number.
-
-        Raises CorruptFileError if it is not such a number.
-        """
+        """Return the first argument of `names` that is not None. Raises CorruptFileError if not positive."""
         number: int | None = self._value(names, lambda value: type(value) is int and value >= 1)
         return number
 
     def fraction(self, *names: str, default: float, least: float = 0.0) -> float:
-        """Return the first of these that is given, from `least` to below 1. Raises CorruptFileError."""
+        """Return the first argument that is set, from `least` to below 1. Raises CorruptFileError."""
         value = self._value(names, lambda value: type(value) in (int, float) and least <= value < 1)
         return default if value is None else float(value)
 
@@ -58,8 +55,8 @@ class MegatronArgs:
         for name in names:
             value = self.values.get(name)
             if value is not None and not is_valid(value):
-                given = f"args.{name}={describe_value(value)}"
-                raise CorruptFileError(f"{self.path}: {given} is out of range: copy it again")
+                setting = f"args.{name}={describe_value(value)}"
+                raise CorruptFileError(f"{self.path}: {setting} is out of range: copy it again")
             if value is not None:
                 return value
         return None
@@ -71,23 +68,23 @@ class MegatronTensors:
 
     path: Path
     format: str
-    files: Files
+    files: CheckpointFiles
     shapes: Mapping[str, Shape]
     load: Read
     """Returns elements of a tensor, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
     tp: int = 1
-    """Ranks that the token table is padded for."""
+    """Tensor-parallel ranks that the token table is padded for."""
 
 
-def read_saved(path: Path) -> Saved:
-    """Read a file of torch.save whose value has names for its parts; nothing in it is executed.
+def read_saved(path: Path) -> SavedFile:
+    """Read a file of torch.save with a dict by string keys; nothing in it is executed.
 
     Raises UserError, CorruptFileError.
     """
     try:
         with reading_from(path, COPY_AGAIN), open(path, "rb") as f:
             saved = read_archive(f)
-    except UserError:  # which is a ValueError, as damages are
+    except UserError:  # a ValueError, as some of DAMAGES are
         raise
     except NotDataError as error:
         raise CorruptFileError(
@@ -114,33 +111,33 @@ def assemble(
 ) -> ForeignModel:
     """Check that the tensors make a model of one family, and return it.
 
-    `vocabulary` is as in `true_vocabulary`, `num_heads` for files without arguments. Raises UserError if it
-    is not supported, or if something has to be specified; CorruptFileError.
+    `vocabulary` is (vocab_size, tokenizer_size) of `true_vocabulary`, `num_heads` for files without
+    arguments. Raises UserError if the model is not supported or a setting is missing; CorruptFileError.
     """
     path, shapes = tensors.path, tensors.shapes
     kind = kind_of(path, shapes, args)
-    mapping, sizes = MAPPINGS[kind], shown_sizes(tensors, MAPPINGS[kind])
+    mapping, sizes = MAPPINGS[kind], tensor_sizes(tensors, MAPPINGS[kind])
     rows, model = sizes["vocab_size"], model_config(args, kind, sizes, num_heads)
     padded = replace(model, vocab_multiple=1)
     entries, locations = parameters(padded), dict(mapping.locations(padded))
-    # What a run of the family may lack is zero, or takes initial values.
-    held = {ours for ours, location in locations.items() if shapes.keys() >= {*location.names}}
-    modules = {ours.rpartition(".")[0] for ours in held}
+    # Parameters that a run of the family may lack are zero or take initial values.
+    present = {name for name, location in locations.items() if shapes.keys() >= {*location.names}}
+    modules = {name.rpartition(".")[0] for name in present}
     absent = [module for module in mapping.initial_if_absent if module not in modules]
-    filled = frozenset(ours for ours in locations if ours.rpartition(".")[0] in absent)
-    zeros = frozenset(locations.keys() & mapping.zero_if_absent.keys() - held)
-    needed = [(ours, location) for ours, location in locations.items() if ours not in filled | zeros]
-    wanted = {name: tensor.shape for name, tensor in foreign_tensors(needed, entries).items()}
+    filled = frozenset(name for name in locations if name.rpartition(".")[0] in absent)
+    zeros = frozenset(locations.keys() & mapping.zero_if_absent.keys() - present)
+    required = [(name, location) for name, location in locations.items() if name not in filled | zeros]
+    expected = {name: tensor.shape for name, tensor in foreign_tensors(required, entries).items()}
     if has_copy := is_tied(model) and OUTPUT in shapes:
-        wanted[OUTPUT] = wanted[TOKEN_TABLE]
-    check_shapes(path, shapes, wanted, "some files are missing, or of another model; copy all again")
+        expected[OUTPUT] = expected[TOKEN_TABLE]
+    check_shapes(path, shapes, expected, "some files are missing, or of another model; copy all again")
     model = replace(model, vocab_size=true_vocabulary(args, mapping, rows, tensors.tp, *vocabulary))
     if has_copy:
         head, table = (partial(tensors.load, name) for name in (OUTPUT, TOKEN_TABLE))
-        if not are_equal(head, table, wanted[OUTPUT]):
+        if not are_equal(head, table, expected[OUTPUT]):
             raise UserError(f"{path}: the output layer differs from the token table that it is tied to")
     notes = [
-        *(mapping.zero_if_absent[ours] for ours in zeros),
+        *(mapping.zero_if_absent[name] for name in zeros),
         *(f"no {module} is there: it takes initial values, which training moves" for module in absent),
         *mapping.notes(args.values),
     ]
@@ -152,7 +149,7 @@ def assemble(
         model=model,
         files=tensors.files,
         locations=locations,
-        shapes={ours: entry.shape for ours, entry in entries.items()},
+        shapes={name: entry.shape for name, entry in entries.items()},
         load=tensors.load,
         origin={"iteration": iteration if type(iteration) is int else None},
         token_ids=declared_ids(args.values, model.vocab_size),
@@ -162,8 +159,8 @@ def assemble(
     )
 
 
-def shown_sizes(tensors: MegatronTensors, mapping: MegatronMapping) -> dict[str, int]:
-    """Return the sizes that the tensors show, by field of ModelConfig.
+def tensor_sizes(tensors: MegatronTensors, mapping: MegatronMapping) -> dict[str, int]:
+    """Return the sizes of the model by its tensors, by field of ModelConfig.
 
     Raises CorruptFileError if one is missing, or layers are not numbered from 0 without a gap.
     """
@@ -174,8 +171,8 @@ def shown_sizes(tensors: MegatronTensors, mapping: MegatronMapping) -> dict[str,
             f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
         )
     sizes = {"num_layers": len(layers)}
-    for field, (ours, dim) in mapping.sizes.items():
-        if (name := mapping.core_name(ours)) not in shapes:
+    for field, (parameter, dim) in mapping.sizes.items():
+        if (name := mapping.core_name(parameter)) not in shapes:
             raise CorruptFileError(f"{path}: {name} is missing: copy all files again")
         sizes[field] = shapes[name][dim] if dim < len(shapes[name]) else 0
     return sizes
@@ -184,35 +181,34 @@ def shown_sizes(tensors: MegatronTensors, mapping: MegatronMapping) -> dict[str,
 def kind_of(path: Path, names: Iterable[str], args: MegatronArgs) -> str:
     """Return the kind of model whose family has all these names, and supports the run's arguments.
 
-    `names` are Megatron Core's. Raises ConfigError for arguments that no family supports, UserError for a
-    name that none has.
+    `names` are Megatron Core's. Raises ConfigError for arguments, UserError for a name that no family has.
     """
     problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in MAPPINGS.items()}
     if all(problems.values()):
         fewest = min(problems.values(), key=len)
         raise ConfigError(fewest)
     fitting = list(MAPPINGS)
-    for theirs in names:
-        fitting = [kind for kind in fitting if MAPPINGS[kind].has_name(theirs)]
+    for core_name in names:
+        fitting = [kind for kind in fitting if MAPPINGS[kind].has_name(core_name)]
         if not fitting:
-            raise unknown_name(path, theirs)
-    best = min(fitting, key=lambda kind: len(problems[kind]))  # the first that supports the arguments
+            raise unknown_name(path, core_name)
+    best = min(fitting, key=lambda kind: len(problems[kind]))
     if problems[best]:
         raise ConfigError(problems[best])
     return best
 
 
-def unknown_name(path: Path, theirs: str) -> UserError:
-    if ".mlp.router." in theirs or ".mlp.experts." in theirs:
-        return UserError(f"{path}: {one_line(theirs)}: {THROUGH_HF}")
+def unknown_name(path: Path, core_name: str) -> UserError:
+    if ".mlp.router." in core_name or ".mlp.experts." in core_name:
+        return UserError(f"{path}: {one_line(core_name)}: {THROUGH_HF}")
     return UserError(
-        f"{path}: {one_line(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
+        f"{path}: {one_line(core_name)} is no part of {family_names(last='or')} as mlm has them: only these "
         "are imported, and torchtitan's names by mlm convert"
     )
 
 
 def describe_value(value: Any) -> str:
-    """Return a value for a message; one of a type that args do not have is named by its type."""
+    """Return a value for a message; a value of an unexpected type is named by its type."""
     if type(value) is int and abs(value) >= 1 << 63:
         return "(a huge number)"
     is_plain = value is None or type(value) in (bool, int, float, str)
@@ -220,13 +216,13 @@ def describe_value(value: Any) -> str:
 
 
 def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[str]:
-    """Return a line for each argument with which the model is not one of the family."""
+    """Return a line for each argument that the family does not support."""
     values, heads, hidden = args.values, args.number("num_attention_heads"), args.number("hidden_size")
     names = []
     for name, supported in mapping.args.items():
         value = values.get(name)
-        is_same = (value is one or (type(value) is type(one) and value == one) for one in supported)
-        if name in values and not any(is_same):
+        is_supported = any(type(value) is type(option) and value == option for option in supported)
+        if name in values and not is_supported:
             names.append(name)
     names += [name for name in mapping.required if name not in values]
     # Scores are divided by the square root of a head's width.
@@ -256,9 +252,8 @@ def model_config(
 ) -> ModelConfig:
     """Return the model of the files, padding of the token table included.
 
-    `sizes` are those that the tensors show, by field of ModelConfig; `num_heads` is for files that do not
-    record it. Raises UserError if the number of heads is unknown or does not fit, or the family has no such
-    model.
+    `sizes` are as in `tensor_sizes`; `num_heads` is for files that do not record it. Raises UserError if the
+    number of heads is unknown or does not match, or the family has no such model.
     """
     mapping, hidden = MAPPINGS[kind], sizes["hidden_size"]
     heads = args.number("num_attention_heads") or num_heads
@@ -294,14 +289,14 @@ def true_vocabulary(
     rows: int,
     tp: int,
     vocab_size: int | None,
-    known: int | None,
+    tokenizer_size: int | None,
 ) -> int:
-    """Return how many of the token table's rows are tokens.
+    """Return the number of the token table's rows that are tokens.
 
-    `vocab_size` is given by the user, `known` is the size of a given tokenizer. Raises UserError if they do
-    not fit the table, or the published size would leave out more than padding.
+    `vocab_size` is the user's, `tokenizer_size` that of the user's tokenizer. Raises UserError if they do not
+    match the table, or the published size would drop more than padding.
     """
-    recorded, tokens = args.number("vocab_size"), vocab_size or known
+    recorded, tokens = args.number("vocab_size"), vocab_size or tokenizer_size
     if tokens is None and recorded is not None and recorded <= rows:
         return recorded
     if tokens is None:
@@ -314,9 +309,9 @@ def true_vocabulary(
             f"vocab_size=null: the token table has {rows} rows, which {mapping.name}'s {listed} tokens do "
             "not fill: give vocab_size=… (tokens without padding) or tokenizer=…"
         )
-    if not (known or 0) <= tokens <= rows:
+    if not (tokenizer_size or 0) <= tokens <= rows:
         raise UserError(
-            f"vocab_size={tokens}: the token table has {rows} rows, the tokenizer {known or 'no'} tokens: "
-            "give the tokenizer of this model, and leave vocab_size out"
+            f"vocab_size={tokens}: the token table has {rows} rows, the tokenizer {tokenizer_size or 'no'} "
+            "tokens: give the tokenizer of this model, and leave vocab_size out"
         )
     return tokens

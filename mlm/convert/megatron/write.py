@@ -1,7 +1,7 @@
-"""Our models as Megatron Core stores them: names, order of rows, arguments, and files.
+"""Export of models to Megatron Core: names, order of rows, arguments, and files.
 
-Names and arguments are Megatron-LM's with its defaults and Transformer Engine. A table of tokens is padded
-with zeros, as Megatron pads it.
+Names and arguments are Megatron-LM's with its defaults and Transformer Engine. The token table is padded with
+zeros, as in Megatron.
 """
 
 import io
@@ -28,7 +28,7 @@ from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 
 RELEASE = "release"
-"""Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
+"""Name of an iteration that Megatron-LM loads without optimizer state."""
 
 
 def core_mapping(model: ModelConfig) -> MegatronMapping:
@@ -45,10 +45,10 @@ def core_mapping(model: ModelConfig) -> MegatronMapping:
     return mapping
 
 
-def core_tensors(model: ModelConfig, read: Read, dtype: torch.dtype) -> tuple[dict[str, DCPTensor], Read]:
-    """Return Megatron Core's tensors for a DCP folder, an item for each layer, and what computes them.
+def core_tensors(model: ModelConfig, load: Read, dtype: torch.dtype) -> tuple[dict[str, DCPTensor], Read]:
+    """Return Megatron Core's tensors for a DCP folder, and a function that computes their regions.
 
-    Those of all layers are one tensor, with the layer as its first dim. `read` returns ours.
+    The layers are one tensor, with the layer as first dim and an item for each. `load` returns parameters.
     """
     layers = dict[str, list[ForeignTensor]]()
     for name, tensor in foreign_tensors(core_mapping(model).locations(model), parameters(model)).items():
@@ -65,18 +65,18 @@ def core_tensors(model: ModelConfig, read: Read, dtype: torch.dtype) -> tuple[di
     def read_core(key: str, region: Region) -> Tensor:
         if key not in TABLES:
             tensor = layers[key][region.offset[0] if ".layers." in key else 0]
-            return tensor.compute(read).to(dtype).reshape(region.size)
+            return tensor.compute(load).to(dtype).reshape(region.size)
         padded = torch.zeros(region.size, dtype=dtype)
-        ours, shape, _ = layers[key][0].sources[0]
+        parameter, shape, _ = layers[key][0].sources[0]
         for rows in row_blocks(shape, 4):  # not two tables in memory
-            padded[rows.within(region)] = read(ours, rows)
+            padded[rows.within(region)] = load(parameter, rows)
         return padded
 
     return tensors, read_core
 
 
 def write_common(folder: Path, model: ModelConfig, token_ids: Mapping[str, int | list[int]]) -> None:
-    """Write common.pt and metadata.json. Megatron's args have no token ids: ours are read by `assemble`."""
+    """Write common.pt and metadata.json. Megatron's args have no token ids; `assemble` reads these back."""
     args = Namespace(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

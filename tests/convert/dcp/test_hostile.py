@@ -17,7 +17,16 @@ from mlm.checkpoint.native.slices import Region
 from mlm.convert.dcp import unpickled
 from mlm.convert.dcp.metadata import MAX_METADATA_BYTES, read_metadata
 from mlm.convert.dcp.storage import DCPReader
-from mlm.convert.dcp.unpickled import DAMAGES, REBUILD, STORAGE, Name, PickleError, Record, Saved, read_pickle
+from mlm.convert.dcp.unpickled import (
+    DAMAGES,
+    REBUILD,
+    STORAGE,
+    Name,
+    PickleError,
+    PickleNode,
+    SavedFile,
+    read_pickle,
+)
 from mlm.util.errors import UserError
 from tests.slow import thinned
 
@@ -189,27 +198,27 @@ def deep() -> tuple[Any, ...]:
     return value
 
 
-def tensor_in(*storage: Any) -> Record:
+def tensor_in(*storage: Any) -> PickleNode:
     """A tensor of four numbers in a storage of this class and key."""
-    return Record(Name(REBUILD), (Record(STORAGE, ("storage", *storage, "cpu", 4)), 0, (4,), (1,)))
+    return PickleNode(Name(REBUILD), (PickleNode(STORAGE, ("storage", *storage, "cpu", 4)), 0, (4,), (1,)))
 
 
-FLOATS = Record(STORAGE, ("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
+FLOATS = PickleNode(STORAGE, ("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
 TENSORS_OF_AN_ADVERSARY: dict[str, Callable[[], Any]] = {
     "a key that overflows the stack": lambda: tensor_in(Name("torch.FloatStorage"), deep()),
     "a class that overflows the stack": lambda: tensor_in(deep(), "0"),
-    "a million dims": lambda: Record(Name(REBUILD), (FLOATS, 0, (1,) * 1_000_000, (1,) * 1_000_000)),
-    "more than is stored": lambda: Record(Name(REBUILD), (FLOATS, 1, (4,), (1,))),
-    "a first element below 0": lambda: Record(Name(REBUILD), (FLOATS, -1, (4,), (1,))),
-    "a type without a name": lambda: Record(Name("torch._tensor._rebuild_from_type_v2"), (1, 2, (3,), 4)),
-    "no arguments": lambda: Record(Name(REBUILD), ()),
+    "a million dims": lambda: PickleNode(Name(REBUILD), (FLOATS, 0, (1,) * 1_000_000, (1,) * 1_000_000)),
+    "more than is stored": lambda: PickleNode(Name(REBUILD), (FLOATS, 1, (4,), (1,))),
+    "a first element below 0": lambda: PickleNode(Name(REBUILD), (FLOATS, -1, (4,), (1,))),
+    "a type without a name": lambda: PickleNode(Name("torch._tensor._rebuild_from_type_v2"), (1, 2, (3,), 4)),
+    "no arguments": lambda: PickleNode(Name(REBUILD), ()),
 }
 
 
 @pytest.mark.parametrize("name", thinned(TENSORS_OF_AN_ADVERSARY, 2))
 def test_tensor_of_an_adversary_is_not_found(name: str) -> None:
     with pytest.raises(DAMAGES):
-        Saved(None, {"0": (100, 16)}).find(TENSORS_OF_AN_ADVERSARY[name]())
+        SavedFile(None, {"0": (100, 16)}).find(TENSORS_OF_AN_ADVERSARY[name]())
 
 
 def saved(value: Any) -> bytes:

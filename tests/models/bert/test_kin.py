@@ -115,7 +115,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     torch.testing.assert_close(our_logits, logits, rtol=0, atol=1e-12)
     torch.testing.assert_close(our, loss, rtol=0, atol=1e-12)
     theirs = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    expected = MAPPING.to_ours(theirs, ours.config)
+    expected = MAPPING.to_parameters(theirs, ours.config)
     gradients = {s.name: s.without_padding(s.parameter.grad) for s in parameter_shards(ours, Axis("tp"))}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():

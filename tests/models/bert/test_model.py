@@ -50,8 +50,8 @@ def reference(norm: str, activation: str, padded: bool) -> dict[str, Any]:
     told = (out.seq_relationship_logits.argmax(-1) == is_swapped).float().mean()
     return {
         "config": config,
-        "weights": MAPPING.to_ours(model.state_dict(), config),
-        "grads": MAPPING.to_ours({name: p.grad for name, p in model.named_parameters()}, config),
+        "weights": MAPPING.to_parameters(model.state_dict(), config),
+        "grads": MAPPING.to_parameters({name: p.grad for name, p in model.named_parameters()}, config),
         "batch": (tokens, lengths, token_types, labels, is_swapped),
         "parts": torch.stack([mlm, sop, hits, told]).detach(),
         "counts": torch.tensor([is_masked.sum(), BATCH, is_masked.sum(), BATCH]),

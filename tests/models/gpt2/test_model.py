@@ -32,8 +32,8 @@ def reference(activation: str = "gelu_new") -> dict[str, Any]:
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {
-        "weights": MAPPING.to_ours(model.state_dict(), MODEL),
-        "grads": MAPPING.to_ours(grads, MODEL),
+        "weights": MAPPING.to_parameters(model.state_dict(), MODEL),
+        "grads": MAPPING.to_parameters(grads, MODEL),
         "tokens": tokens,
         "labels": labels,
         "logits": logits.detach(),

@@ -54,7 +54,7 @@ def our_model(theirs: Any, dtype: torch.dtype = torch.float64) -> Llama:
     model = Llama(config, dtype=dtype)
     if dtype == torch.float64:
         model.double()
-    load_full(model, MAPPING.to_ours(on_disk(theirs, theirs.state_dict()), config), Axis("tp"))
+    load_full(model, MAPPING.to_parameters(on_disk(theirs, theirs.state_dict()), config), Axis("tp"))
     return model
 
 
@@ -128,7 +128,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, shape: int) -
     loss.backward()
     other.backward()
     torch.testing.assert_close(loss.detach(), other.detach(), rtol=1e-9, atol=0)
-    grads = MAPPING.to_ours(on_disk(theirs, their_gradients(theirs)), our_config(theirs))
+    grads = MAPPING.to_parameters(on_disk(theirs, their_gradients(theirs)), our_config(theirs))
     for shard in parameter_shards(ours, Axis("tp")):
         if shard.is_trained:
             grad, expected = shard.without_padding(shard.parameter.grad), grads[shard.name]
@@ -232,7 +232,7 @@ def test_bfloat16_rounds_no_more_than_in_transformers(name: str) -> None:
     for loss in (ours(tokens[:, :-1], tokens[:, 1:]), their_loss(theirs, tokens), their_loss(exact, tokens)):
         loss.backward()
     config = our_config(theirs)
-    found, wanted = (MAPPING.to_ours(on_disk(m, their_gradients(m)), config) for m in (theirs, exact))
+    found, wanted = (MAPPING.to_parameters(on_disk(m, their_gradients(m)), config) for m in (theirs, exact))
     errors = []
     for shard in parameter_shards(ours, Axis("tp")):
         if shard.is_trained and (grad := shard.parameter.grad) is not None:
