@@ -1,1 +1,1 @@
-"""Raw text to tokens: read, clean, deduplicate, decontaminate, tokenise (writes what data/ reads)."""
+"""Raw text to tokens: read, clean, deduplicate, decontaminate and tokenise; data/ reads the result."""

@@ -6,7 +6,7 @@ Files:
   else every string in it;
 - .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article.
 
-They keep their form: decontaminate.py ignores the marks of WikiText's tokenisation.
+The texts are not detokenised: decontaminate.py ignores the marks of WikiText's tokenisation.
 """
 
 import json
@@ -25,16 +25,16 @@ HUB = {
     "lambada": ("EleutherAI/lambada_openai", "default", ("test",)),
 }
 """Hub dataset, its configuration, and the splits that scores are reported on, by name."""
-MAX_BYTES = 1 << 30  # of one file: WikiText103's test split has 1.3 MB, the largest sets in use some hundred
+MAX_BYTES = 1 << 30  # of a file: WikiText103's test split has 1.3 MB, the largest sets some hundred
 KEY = "decontaminate.against"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationText:
     set: str
-    """Name of the set: as in HUB, or the file's name."""
+    """Name of the set in HUB, or of the file."""
     location: str
-    """In the set: a line, or the title of an article."""
+    """Line, or title of an article, in the set."""
     text: str
 
 
@@ -47,9 +47,7 @@ def read_benchmarks(against: Iterable[str]) -> list[EvaluationText]:
     for entry in against:
         name = entry if entry in HUB else Path(entry).name
         if name in names:
-            raise UserError(
-                f"{KEY}={entry} is a second set named {name} beside {names[name]}: rename the file"
-            )
+            raise UserError(f"{KEY}={entry} is a second set named {name}, as {names[name]}: rename the file")
         names[name] = entry
         located = read_hub(entry) if entry in HUB else read_file(entry)
         of_set = [EvaluationText(name, location, text) for location, text in located if text.strip()]
@@ -69,7 +67,7 @@ def read_file(entry: str) -> Iterator[tuple[str, str]]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UserError(f"{KEY}={entry} has {size} bytes, {MAX_BYTES} is the limit: name an evaluation set")
     if path.suffix in PLAIN:
-        # not splitlines(), which would also split at U+2028 and its like inside a text
+        # splitlines() would also split at U+2028 and the like inside a text.
         yield from articles(read_input_text(path).split("\n"))
         return
     for location, record in read_records(path):
@@ -79,7 +77,7 @@ def read_file(entry: str) -> Iterator[tuple[str, str]]:
 
 
 def strings(record: Any) -> Iterator[str]:
-    """Yield the value of "text" if it is a string, else all strings inside but keys."""
+    """Yield the string under "text" if there is one, else all string values."""
     if isinstance(record, str):
         yield record
     elif isinstance(record, dict) and isinstance(record.get("text"), str):
@@ -90,10 +88,9 @@ def strings(record: Any) -> Iterator[str]:
 
 
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each article in WikiText's form, or (location, line) of any other.
+    """Yield (title, text) of each article in WikiText's form, or (location, line) of other text.
 
-    A text is an article and not a line because its page has the lines in sequence: n-grams across line ends
-    are found too.
+    An article is one text, so that n-grams across its line ends are found too.
     """
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered or not is_title(numbered[0][1]):
@@ -106,12 +103,12 @@ def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def is_title(line: str) -> bool:
-    """True if a stripped line is `= Title =`; sections have more signs, spaced: `= = Section = =`."""
+    """True for a stripped line `= Title =`; sections have more signs, `= = Section = =`."""
     return len(line) > 4 and line[:2] == "= " and line[-2:] == " =" and line[2] != "="
 
 
 def read_hub(name: str) -> Iterator[tuple[str, str]]:
-    """Read the texts of a set on the Hub, with their locations. Raises UserError if it cannot be read."""
+    """Yield (location, text) of a set on the Hub. Raises UserError if it cannot be read."""
     source, config, splits = HUB[name]
     bring = f"it as a file ({', '.join((*SUFFIXES, *PLAIN))})"
     for split in splits:

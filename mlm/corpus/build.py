@@ -39,10 +39,10 @@ WORK = "work"
 
 
 def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt:
-    """Write a corpus folder, its receipt last; return the receipt. Does nothing if the corpus is there.
+    """Write a corpus folder, its receipt last; return the receipt. An existing corpus is only verified.
 
-    Finished tasks of an interrupted build are reused. Raises UserError: bad input, an empty part, or a folder
-    that holds something else.
+    Finished tasks of an interrupted build are reused. Raises UserError for bad input, an empty part, or a
+    folder with other content.
     """
     screen = screen or console()
     parse_split(config.split)
@@ -65,12 +65,12 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
         if config.encoding == AUTO and (encodings := describe_encodings(inputs)):
             screen.print(f"encoding=auto: {encodings}")
         evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
-        made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
+        identity = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
         receipt = read_receipt(out)
         if receipt is not None:
             remedy = "set another out=, or delete the folder"
-            same = json.loads(json.dumps(made_of))  # tuples are lists in the receipt
-            if differing := [key for key, value in same.items() if receipt.get(key) != value]:
+            current = json.loads(json.dumps(identity))  # tuples are lists in the receipt
+            if differing := [key for key, value in current.items() if receipt.get(key) != value]:
                 raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
             if (name := damaged_file(out, receipt)) is not None:
                 raise UserError(f"out={out}: {name} differs from {RECEIPT}: {remedy}")
@@ -82,18 +82,18 @@ def run_build(config: DataBuildConfig, screen: Console | None = None) -> Receipt
             write_atomic(work / EVALUATION, evaluation)
             size = shard_bytes(sum(item.bytes for item in inputs))
             shards = split_inputs(inputs, size)
-            plan = make_plan(config, work, shards, group(shards, size), made_of)
-            write_atomic(out / MARKER, os.urandom(8))  # by which nodes know the folder
-            receipt = build(plan, inputs, listing.account(), made_of, out, screen)
+            plan = make_plan(config, work, shards, group(shards, size), identity)
+            write_atomic(out / MARKER, os.urandom(8))  # nodes identify the folder by its content
+            receipt = build(plan, inputs, listing.account(), identity, out, screen)
         (out / MARKER).unlink(missing_ok=True)
         if config.dedup.enabled and not config.decontaminate.against:
             screen.print(
                 "no evaluation set is kept out of this corpus: set "
                 "decontaminate.against=[wikitext103,lambada] to have scores on them mean something"
             )
-        reads = [*as_paths(config.input), config.tokenizer, *config.decontaminate.against, config.out]
-        if (left := delete_owned(work, "corpus-work", inputs=reads)) is not None:
-            screen.print(left)
+        inputs_read = [*as_paths(config.input), config.tokenizer, *config.decontaminate.against, config.out]
+        if (message := delete_owned(work, "corpus-work", inputs=inputs_read)) is not None:
+            screen.print(message)
     return receipt
 
 
@@ -109,11 +109,11 @@ def preflight(config: DataBuildConfig) -> list[str]:
 
 
 def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the folders that a build makes or adopts, and the arguments that claim them."""
-    reads = [*as_paths(config.input), *config.decontaminate.against]
+    """Return the folders that a build creates or reuses, and the arguments that claim them."""
+    inputs = [*as_paths(config.input), *config.decontaminate.against]
     return [
-        (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
-        (Path(config.out, WORK), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
+        (Path(config.out), {"kind": "corpus", "inputs": inputs, "same": {TOKENIZER: tokenizer.content}}),
+        (Path(config.out, WORK), {"kind": "corpus-work", "inputs": [*inputs, config.tokenizer]}),
     ]
 
 
@@ -121,7 +121,7 @@ def build(
     plan: BuildPlan,
     inputs: Sequence[Input],
     not_read: dict[str, Any],
-    made_of: Receipt,
+    identity: Receipt,
     out: Path,
     screen: Console,
 ) -> Receipt:
@@ -136,25 +136,25 @@ def build(
             run_stages(plan := split, executor)
             facts = count_documents(plan)
             number = facts["passages"]["documents"]
-            few = f"{number} documents are" if number > 1 else "one document is"
-            off = "; filter.min_tokens=auto is off for them" if config.filter.min_tokens == "auto" else ""
+            subject = f"{number} documents are" if number > 1 else "one document is"
+            note = "; filter.min_tokens=auto is off for them" if config.filter.min_tokens == "auto" else ""
             screen.print(
-                f"{few} too few for split={config.split}: split into consecutive passages, train first, at "
-                f"ends of paragraphs if there are any{off}"
+                f"{subject} too few for split={config.split}: split into consecutive passages, train first, "
+                f"at ends of paragraphs if there are any{note}"
             )
     facts |= {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     os.replace(plan.work / TOKENIZER, out / TOKENIZER)
     write_atomic(out / INPUTS, input_lines(inputs))
-    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS])
+    receipt = write_receipt(out, identity | facts, [*names, TOKENIZER, INPUTS])
     screen.print(summary(out, receipt))
     tokens, size = receipt["splits"]["train"]["tokens"], receipt["vocab_size"]
     if tokens < 10 * size:  # most of its ids are then too rare to be learned
-        used = len(np.unique(IndexedDataset(out / "train").tokens[:]))
+        distinct = len(np.unique(IndexedDataset(out / "train").tokens[:]))
         screen.print(
-            f"the vocabulary is large for this text: train has {tokens:,} tokens, of {used:,} of {size:,} "
-            "ids; `mlm data tokenizer` learns a smaller one"
+            f"the vocabulary is large for this text: train has {tokens:,} tokens, of {distinct:,} of "
+            f"{size:,} ids; `mlm data tokenizer` learns a smaller one"
         )
     return receipt
 
@@ -162,7 +162,7 @@ def build(
 def ingredients(
     config: DataBuildConfig, inputs: Sequence[Input], tokenizer: Tokenizer, evaluation: str | None
 ) -> Receipt:
-    """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
+    """Return all that determines the output; `evaluation` is the digest of the evaluation texts."""
     values = to_dict(config)
     keys = ("text_key", "bad_input", "max_document_bytes", "append_eod", "eod", "prepend_bos", "sentences")
     values["filter"]["min_tokens"] = config.filter.least_tokens or None
@@ -183,14 +183,14 @@ def ingredients(
 
 
 def reject_corpus(out: Path) -> None:
-    """Raise UserError if a folder holds a complete corpus, which no command replaces."""
+    """Raise UserError if a folder holds a complete corpus, which is never replaced."""
     if not (out / MARKER).exists() and any((out / f"{part}.idx").exists() for part in SPLITS):
         raise UserError(f"out={out} holds a corpus: set another out=, or delete the folder")
 
 
 @contextmanager
 def sole_build(out: Path) -> Iterator[None]:
-    """Keep two commands from building in one folder. Raises UserError for the second."""
+    """Lock a folder for one build. Raises UserError if it is locked."""
     lock = Lock(out / ".lock")
     if not lock.take():
         raise UserError(f"out={out} is in use by another `mlm data build`: wait for it, or set another out=")

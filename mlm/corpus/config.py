@@ -24,8 +24,8 @@ ENABLED, AGAINST, CUT = OnlyIf("enabled"), OnlyIf("against"), OnlyIf("action", "
 HUB = OnlyIf("input", "hub:*")
 
 
-def as_paths(given: Paths) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else given
+def as_paths(paths: Paths) -> tuple[str, ...]:
+    return (paths,) if isinstance(paths, str) else paths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

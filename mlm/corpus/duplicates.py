@@ -1,8 +1,8 @@
 """Deduplication, from equal band keys to the documents to remove: links, components, exact similarities.
 
-Documents are processed in corpus order. One is removed if its Jaccard similarity with an earlier kept one
-that shares a band key with it is above the threshold. So each removed document has a similar kept one, the
-first of equals is kept, and the result is a function of the corpus and the configuration.
+Documents are processed in corpus order. A document is removed if its Jaccard similarity with an earlier kept
+one that shares a band key is above the threshold. So each removed document is similar to a kept one, the
+first of equal documents is kept, and the result is a function of the corpus and the configuration.
 """
 
 from collections import OrderedDict
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.minhash import NO_KEY, Hashes, MinHasher, Numbers, shingles
 
-# What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
-# documents, so the result depends on no clock, machine or number of workers.
+# Bounds on the work for a component of thousands of documents with common boilerplate. They count documents,
+# so the result does not depend on time, machine or number of workers.
 SMALL = 64  # components up to this size: every candidate is compared exactly
-PROPOSED = 1000  # kept documents that a band key proposes; a key more common than that is boilerplate
-COMPARED = 256  # candidates compared exactly: the ones with the most similar signatures
-SLACK = 4  # standard deviations below the threshold at which the estimate of a signature rules a pair out
+PROPOSED = 1000  # kept documents that a band key proposes; more common keys are boilerplate
+COMPARED = 256  # candidates compared exactly: those with the most similar signatures
+SLACK = 4  # standard deviations below the threshold from which the estimate of a signature rules out a pair
 CACHED_BYTES = 1 << 26  # shingles kept in memory; others are recomputed from the text
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A document to remove, the earliest similar one that is kept, and their exact Jaccard similarity."""
+    """A document to remove, the earliest kept similar one, and their exact Jaccard similarity."""
 
     document: int
-    kept: int
+    original: int
     jaccard: float
 
 
 def links_of_band(keys: Hashes) -> Numbers:
-    """Documents that agree on a band: int64 [m, 2], (first of its group, other), as positions in `keys` [n].
+    """Return links of documents that agree on a band: int64 [m, 2], (first of the group, other document).
 
-    Memory: `keys` and two more arrays of its size, and what is returned.
+    Documents are positions in `keys` [n]. Memory: three arrays of the size of `keys`, and the result.
     """
     members = np.flatnonzero(find_repeated(keys) & (keys != NO_KEY))
     shared = keys[members]
@@ -46,23 +46,23 @@ def links_of_band(keys: Hashes) -> Numbers:
 
 
 def star_links(documents: Numbers, boundaries: Numbers) -> Numbers:
-    """The fewest links that hold groups together: from the first of each group to its others, int64 [m, 2].
+    """Return links from the first document of each group to the others: int64 [m, 2].
 
-    Group g is documents[boundaries[g]:boundaries[g + 1]]. Links of one band after another can be folded:
-    star_links(*components(links, n)) has at most one per document.
+    Group g is documents[boundaries[g]:boundaries[g + 1]]. star_links(*components(links, n)) reduces links of
+    several bands to at most one per document.
     """
     begins = boundaries[:-1]
     firsts = np.repeat(documents[begins], np.diff(boundaries))
-    others = np.ones(len(documents), np.bool_)
-    others[begins] = False
-    return np.stack((firsts[others], documents[others]), axis=1)
+    is_other = np.ones(len(documents), np.bool_)
+    is_other[begins] = False
+    return np.stack((firsts[is_other], documents[is_other]), axis=1)
 
 
 def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
     """Return the connected components of at least two documents.
 
-    They are documents [k], sorted by component and within it by number, and boundaries [c + 1]: component i
-    is documents[boundaries[i]:boundaries[i + 1]]. Components are ordered by their first documents.
+    Returns documents [k], sorted by component and within it by number, and boundaries [c + 1]: component i is
+    documents[boundaries[i]:boundaries[i + 1]]. Components are ordered by their first documents.
 
     Each round attaches every root to its smallest neighbour and then flattens the trees (Shiloach and Vishkin
     1982). Two rounds at least halve the roots: O(log k) rounds, and memory in proportion to the links alone.
@@ -76,8 +76,8 @@ def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
         while not np.array_equal(above := roots[roots], roots):
             roots = above
         a, b = roots[a], roots[b]
-        apart = a != b
-        a, b = a[apart], b[apart]
+        is_cut = a != b
+        a, b = a[is_cut], b[is_cut]
     order = np.argsort(roots, kind="stable")
     return documents[order], starts_of_runs(roots[order])
 
@@ -90,38 +90,39 @@ def duplicates_in(
 ) -> list[Duplicate]:
     """Return the documents of one component to remove, in corpus order.
 
-    `component` [k] holds document numbers, ascending; keys_of(documents [k]) are their band keys [k, bands],
-    text_of(document) is its text. Memory: about 3 * bands * 8 bytes per document of the component, shingles
-    up to CACHED_BYTES, and the sketches (bands * rows bytes each) of the kept ones.
+    `component` [k] holds document numbers, ascending; keys_of(documents [k]) returns band keys [k, bands],
+    text_of(document) the text. Memory: about 3 * bands * 8 bytes per document of the component, shingles up
+    to CACHED_BYTES, and a sketch of bands * rows bytes per kept document.
     """
     keys = keys_of(component)
-    # a key that no other document of the component has proposes no candidates
+    # A key of only one document of the component proposes no candidates.
     shared = find_repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
-    kept = KeptDocuments(config, text_of, estimates=len(component) > SMALL)
-    decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
+    kept_documents = KeptDocuments(config, text_of, estimates=len(component) > SMALL)
+    # Digest of a removed or kept text -> the kept document and the similarity.
+    decisions: dict[bytes, tuple[int, float]] = {}
     duplicates = []
-    for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
-        proposing = its_keys[its_shared].tolist()
+    for document, document_keys, is_shared in zip(component.tolist(), keys, shared, strict=True):
+        proposing = document_keys[is_shared].tolist()
         if not proposing:
             continue
         text = text_of(document)
         digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
-        if digest not in decided:
+        if digest not in decisions:
             hashes = shingles(text, ngram=config.ngram, unit=config.unit)
-            similar = kept.first_similar(hashes, proposing)
+            similar = kept_documents.first_similar(hashes, proposing)
             if similar is None:
-                kept.add(document, hashes, proposing)
+                kept_documents.add(document, hashes, proposing)
                 if config.threshold < 1:
-                    decided[digest] = document, 1.0
+                    decisions[digest] = document, 1.0
                 continue
-            decided[digest] = similar
-        duplicates.append(Duplicate(document, *decided[digest]))
+            decisions[digest] = similar
+        duplicates.append(Duplicate(document, *decisions[digest]))
     return duplicates
 
 
 @dataclass(slots=True)
 class KeptDocuments:
-    """The documents of a component that are kept so far. A position is a number among them."""
+    """The documents of a component that are kept so far, numbered by position."""
 
     config: DedupConfig
     text_of: Callable[[int], str]
@@ -135,7 +136,7 @@ class KeptDocuments:
     sketches: NDArray[np.uint8] = field(init=False)
     """Low byte of each slot of each signature (b-bit minwise hashing, Li and König 2010): [>= n, slots]."""
     sketch: NDArray[np.uint8] = field(init=False)
-    """Of the latest document."""
+    """Sketch of the latest document."""
     cache: OrderedDict[int, Hashes] = field(default_factory=OrderedDict)
     """Shingles by position, the least recently used first."""
     cached_bytes: int = 0
@@ -177,7 +178,7 @@ class KeptDocuments:
         return None
 
     def add(self, document: int, hashes: Hashes, keys: list[int]) -> None:
-        """Keep a document; `first_similar` was called for it just before."""
+        """Keep the document of the preceding call of `first_similar`."""
         position = len(self.documents)
         self.documents.append(document)
         self.sizes.append(len(hashes))
@@ -200,10 +201,10 @@ class KeptDocuments:
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    both = np.concatenate((a, b))
-    both.sort(kind="stable")  # two runs: merged in linear time
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    return common / (len(both) - common)
+    joined = np.concatenate((a, b))
+    joined.sort(kind="stable")  # two runs: merged in linear time
+    common = int(np.count_nonzero(joined[1:] == joined[:-1]))
+    return common / (len(joined) - common)
 
 
 def find_repeated(values: NDArray) -> NDArray[np.bool_]:
@@ -218,7 +219,7 @@ def find_repeated(values: NDArray) -> NDArray[np.bool_]:
 
 
 def starts_of_runs(values: NDArray) -> Numbers:
-    """Starts of runs of equal values, then the length of `values`: [runs + 1]."""
+    """Return the starts of runs of equal values, then the length of `values`: [runs + 1]."""
     if not len(values):
         return np.zeros(1, np.int64)
     return np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1, [len(values)]))

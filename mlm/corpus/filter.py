@@ -1,15 +1,14 @@
-"""Cleaning of a document: text fixed with ftfy, its language identified, and quality rules applied.
+"""Cleaning of a document: ftfy, language identification and quality rules.
 
-The settings of ftfy are its own, as in Megatron-LM's cleaning of web text, but for two: `fix_character_width`
-is off, as full-width forms are the proper ones in Chinese and Japanese, and lines are fixed in pieces of at
-most 4,096 letters, split after a space, as on some texts (long runs of combining marks, `&amp;amp;amp;…`) its
-time grows with the square of a line. It runs at 2 to 20 MB/s, and so is not given a line that it cannot
-change: one of ASCII without `&` and control characters, and of quotes, dashes and dots, whose curly forms are
-replaced here.
+ftfy runs with its default settings, as in Megatron-LM's cleaning of web text, with two differences:
+`fix_character_width` is off, as full-width forms are correct in Chinese and Japanese, and lines are fixed in
+pieces of at most 4,096 letters, split after a space, as its time can be quadratic in a line (long runs of
+combining marks, `&amp;amp;amp;…`). ftfy takes 2 to 20 MB/s, so lines that it cannot change skip it: ASCII
+without `&` and control characters, with quotes, dashes and dots, whose curly forms are replaced here.
 
-The rules are from Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. A line is one that
-holds more than white space, stripped of it. A document counts under the first rule it breaks, in the order of
-FilterConfig; one without words breaks `min_words` if that is set, and no rule about shares.
+The rules are from Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. Lines are stripped, and
+blank ones do not count. A document counts under the first rule that it breaks, in the order of FilterConfig;
+one without words breaks `min_words` if that is set, and no rule about shares.
 """
 
 import re
@@ -35,16 +34,16 @@ VERBATIM = CONFIG._replace(unescape_html=False)
 # Every byte of “”‘’–—… in a Windows code page continues a UTF-8 sequence and none begins one (in Mac Roman
 # it is the other way round), so such a line cannot be UTF-8 that was taken for something else.
 UNUSUAL = re.compile("[^\t\n\x0c -%'-~“”‘’–—…]")
-"""A letter that ftfy may change or treat as mojibake; `&` is one."""
+"""A letter that ftfy may change or treat as mojibake, such as `&`."""
 SAMPLE = 500  # letters whose language is identified, in each of three parts of a text
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 LETTER = re.compile(r"[^\W\d_]")
 
 
 class Cleaner:
-    """Fixes a text and names the rule that drops it.
+    """Fixes texts and applies the rules.
 
-    Raises UserError for languages that are not known or when the detector is not installed.
+    Raises UserError for unknown languages, or if the detector is not installed.
     """
 
     def __init__(self, normalise: NormaliseConfig, filter: FilterConfig) -> None:
@@ -83,18 +82,18 @@ def fix_text(text: str) -> str:
 
 
 def fix_lines(text: str, config: ftfy.TextFixerConfig) -> str:
-    parts, done = list[str](), 0
-    while (letter := UNUSUAL.search(text, done)) is not None:
-        begin = text.rfind("\n", done, letter.start()) + 1 or done
+    parts, begin_of_rest = list[str](), 0
+    while (letter := UNUSUAL.search(text, begin_of_rest)) is not None:
+        begin = text.rfind("\n", begin_of_rest, letter.start()) + 1 or begin_of_rest
         end = text.find("\n", letter.start()) + 1 or len(text)
-        parts.append(straight(text[done:begin]))
+        parts.append(straight(text[begin_of_rest:begin]))
         while end - begin > PART:  # after a space if there is one
             split = text.rfind(" ", begin, begin + PART) + 1 or begin + PART
             parts.append(ftfy.fix_text(text[begin:split], config))
             begin = split
         parts.append(ftfy.fix_text(text[begin:end], config))
-        done = end
-    parts.append(straight(text[done:]))
+        begin_of_rest = end
+    parts.append(straight(text[begin_of_rest:]))
     return "".join(parts)
 
 
@@ -107,17 +106,19 @@ def straight(text: str) -> str:
 class LanguageFilter:
     """Filter that accepts text in some languages.
 
-    Raises UserError for a code that the detector does not know, or when it is not installed.
+    Raises UserError for a code that the detector does not know, or if it is not installed.
     """
 
     def __init__(self, languages: Collection[str], least_score: float) -> None:
         setting = f"normalise.languages=[{','.join(languages)}]"
         self.detector = load_detector(load_extra("py3langid.langid", setting))
         self.languages, self.least_score = frozenset(languages), least_score
-        known = self.detector.labels
-        for code in (code for code in languages if code not in known):
-            near = code[:2].lower() if code[:2].lower() in known else nearest(code, known)
-            hint = f"did you mean {near}?" if near else f"name some of {', '.join(sorted(known))}"
+        labels = self.detector.labels
+        for code in (code for code in languages if code not in labels):
+            suggestion = code[:2].lower() if code[:2].lower() in labels else nearest(code, labels)
+            hint = (
+                f"did you mean {suggestion}?" if suggestion else f"name some of {', '.join(sorted(labels))}"
+            )
             raise UserError(f"{setting}: {code} is not the code of a known language: {hint}")
 
     def __call__(self, text: str) -> bool:
@@ -130,7 +131,7 @@ class LanguageFilter:
 
 @lru_cache(maxsize=1)
 def load_detector(langid: ModuleType) -> Any:
-    """Load the detector and its model, which takes a second. Scores are probabilities."""
+    """Load the detector and its model, once, as it takes a second. Scores are probabilities."""
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 

@@ -1,4 +1,4 @@
-"""Contents of a corpus: counts, lengths, beginnings of documents."""
+"""Facts of a corpus: counts, lengths, beginnings of documents."""
 
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,22 @@ Facts = dict[str, Any]
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
     """Return counts of a corpus, and the beginnings of `samples` documents: 64 ids, and 200 letters of text.
 
-    There is no text where the tokenizer does not know the ids.
+    The text is None without a tokenizer for the ids.
     """
     corpus = IndexedDataset(prefix, allow_empty=True)
-    share, looked_at = None, 0
+    share, num_checked = None, 0
     if eod_id is not None and corpus.num_documents:
         numbers = np.array(spaced(corpus.num_documents, 10_000))  # each costs a page
         starts, ends = corpus.document_starts[numbers], corpus.document_starts[numbers + 1]
         count = int((corpus.tokens[ends[ends > starts] - 1] == eod_id).sum())
-        share, looked_at = count / len(numbers), len(numbers)
-    shown = list[Facts]()
+        share, num_checked = count / len(numbers), len(numbers)
+    samples_shown = list[Facts]()
     for number in spaced(corpus.num_documents, samples):
         document, text = corpus.document(number), None
         ids = [int(token) for token in document[:64]]
         if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
             text = tokenizer.decode(ids)[:200]
-        shown.append({"document": number, "tokens": len(document), "text": text, "ids": ids})
+        samples_shown.append({"document": number, "tokens": len(document), "text": text, "ids": ids})
     return {
         "prefix": str(prefix),
         "dtype": corpus.dtype.name,
@@ -42,8 +42,8 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         "bytes": corpus.bin_bytes,
         "tokens_per_document": spread(np.diff(corpus.document_starts)),
         "ends_with_eod": share,
-        "looked_at": looked_at,
-        "samples": shown,
+        "looked_at": num_checked,
+        "samples": samples_shown,
     }
 
 
@@ -59,7 +59,7 @@ def spread(counts: NDArray[np.int64]) -> Facts:
     }
 
 
-def spaced(count: int, wanted: int) -> list[int]:
+def spaced(count: int, limit: int) -> list[int]:
     """Return at most `wanted` numbers below `count`, evenly spaced."""
-    number = min(count, wanted)
+    number = min(count, limit)
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]

@@ -1,9 +1,9 @@
 r"""MinHash signatures of documents: shingles and band keys.
 
-Shingles are the n-grams of a document as a set of 64-bit hashes, of text case-folded, with a space for every
-run of anything but letters, marks, digits and `_` (`\w` of Unicode TS 18, annex C, without its join
-controls). A document shorter than one n-gram has one shingle, its whole normalised text; one without words
-has none. Text in a script without spaces between words is better compared by characters.
+Shingles are the set of 64-bit hashes of a document's n-grams. Text is case-folded first, with a space for
+every run of anything but letters, marks, digits and `_` (`\w` of Unicode TS 18, annex C, without its join
+controls). A document shorter than one n-gram has one shingle, its normalised text; one without words has
+none. Scripts without spaces between words are better compared by characters.
 
 A signature has bands * rows slots. Two documents agree on a slot with probability J, the Jaccard similarity
 of their shingles, so on some band with probability 1 - (1 - J**rows)**bands (Leskovec, Rajaraman and Ullman,
@@ -31,11 +31,11 @@ Numbers = NDArray[np.int64]
 Unit = Literal["word", "character"]
 
 SPACE = ord(" ")
-BLOCK = 1 << 22  # bytes of text hashed at a time: bounds the memory of a long document beyond its hashes
-VECTORISED = 32  # bytes of the longest word that is hashed by NumPy; longer ones go to xxhash one at a time
+BLOCK = 1 << 22  # bytes of text hashed at a time, which bounds memory
+VECTORISED = 32  # bytes of the longest word that NumPy hashes; longer ones go to xxhash one at a time
 
 FOLD = 0x9E3779B97F4A7C15  # 5 modulo 8, so no two of its first 8 powers agree in more than 4 low bits
-PAD = 0xD1B54A32D192ED03  # fills up a document shorter than one n-gram; no word hashes to it but by chance
+PAD = 0xD1B54A32D192ED03  # pads a document shorter than one n-gram; words hash to it only by chance
 
 ASCII = bytes(ord(chr(i).lower()) if chr(i).isalnum() or chr(i) == "_" else SPACE for i in range(128))
 ASCII_OR_MORE = ASCII + bytes(range(128, 256))
@@ -51,7 +51,7 @@ def shingles(text: str, *, ngram: int, unit: Unit) -> Hashes:
 def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hashes, Numbers]:
     """Return the n-grams of each document in text order, with repetitions.
 
-    They are hashes [T'] and offsets [D + 1]; document d has hashes[offsets[d]:offsets[d + 1]].
+    Returns hashes [T'] and offsets [D + 1]; document d has hashes[offsets[d]:offsets[d + 1]].
     """
     normal = [normalise(text) for text in texts]
     units, counts = hash_texts(normal) if unit == "word" else _characters(normal)
@@ -59,13 +59,13 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
 
 
 def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
-    """Yield the n-grams of a text some at a time, with repetitions: a long one is never all hashed."""
+    """Yield the n-grams of a text in parts, with repetitions, which bounds the memory of a long one."""
     space, pending, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
     mix(space)
-    for piece in pieces_of(text):  # they end at white space, so no word is split
+    for piece in pieces_of(text):  # pieces end at white space: no word is split
         units, _ = hash_texts([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
-        between = space[: unit == "character" and len(pending) > 0 and len(units) > 0]
-        pending = np.concatenate([pending, between, units])
+        separator = space[: unit == "character" and len(pending) > 0 and len(units) > 0]
+        pending = np.concatenate([pending, separator, units])
         if len(pending) >= ngram:
             is_short = False
             yield _ngrams(pending, np.array([len(pending)]), ngram)[0]
@@ -75,38 +75,38 @@ def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
 
 
 def normalise(text: str) -> bytes:
-    """Return case-folded text as UTF-8, with a space for whatever separates words."""
+    """Return case-folded text as UTF-8, with spaces between words."""
     if text.isascii():
         return text.encode("ascii").translate(ASCII_OR_MORE)
-    # JSON can spell lone surrogates; they are not letters and become spaces
+    # Lone surrogates, which JSON can spell, are not letters and become spaces.
     codes = np.frombuffer(text.casefold().encode("utf-32-le", "surrogatepass"), "<u4")
     return np.where(_in_words()[codes], codes, SPACE).astype("<u4").tobytes().decode("utf-32-le").encode()
 
 
 @lru_cache(maxsize=1)
 def _in_words() -> NDArray[np.bool_]:
-    """Mask of code points that are part of words: bool [0x110000]. Made at the first non-ASCII text."""
-    every = map(chr, range(0x110000))
-    return np.fromiter((c.isalnum() or c == "_" or category(c)[0] == "M" for c in every), bool, 0x110000)
+    """Return a mask of the code points that are part of words: bool [0x110000]."""
+    characters = map(chr, range(0x110000))
+    return np.fromiter((c.isalnum() or c == "_" or category(c)[0] == "M" for c in characters), bool, 0x110000)
 
 
 def hash_texts(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
-    """Hash each word of normalised texts [T], and count them per text [D]."""
+    """Return the hash of each word of normalised texts [T], and the words per text [D]."""
     ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
-    text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
+    text, words_before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
     hashes = [np.empty(0, np.uint64)]
     begin = 0
     while begin < len(text):
         end = text.find(b" ", begin + BLOCK) + 1 or len(text)  # no word is split
         starts, words = hash_words(text[begin:end])
         hashes.append(words)
-        before += np.searchsorted(starts, ends - begin)
+        words_before += np.searchsorted(starts, ends - begin)
         begin = end
-    return np.concatenate(hashes), np.diff(before, prepend=0)
+    return np.concatenate(hashes), np.diff(words_before, prepend=0)
 
 
 def hash_words(text: bytes) -> tuple[Numbers, Hashes]:
-    """Return the start of each word of normalised text and its 64-bit hash, a function of its bytes alone."""
+    """Return the start and 64-bit hash, a function of its bytes alone, of each word of normalised text."""
     padded = b" " + text + b" " * 8
     inside = np.frombuffer(padded, np.uint8)[: len(text) + 2] != SPACE
     edges = np.flatnonzero(inside[1:] != inside[:-1])
@@ -114,14 +114,14 @@ def hash_words(text: bytes) -> tuple[Numbers, Hashes]:
     eights: Hashes = np.ndarray(len(text) + 1, "<u8", padded, offset=1, strides=(1,))  # [i]: bytes i to i + 8
     hashes = eights[starts] & _LOW_BYTES[np.minimum(lengths, 8)]
     mix(hashes)
-    for done in range(8, VECTORISED, 8):
-        longer = np.flatnonzero((lengths > done) & (lengths <= VECTORISED))
-        if not len(longer):
+    for begin in range(8, VECTORISED, 8):
+        long_words = np.flatnonzero((lengths > begin) & (lengths <= VECTORISED))
+        if not len(long_words):
             break
-        block = eights[starts[longer] + done] & _LOW_BYTES[np.minimum(lengths[longer] - done, 8)]
-        block ^= hashes[longer]
+        block = eights[starts[long_words] + begin] & _LOW_BYTES[np.minimum(lengths[long_words] - begin, 8)]
+        block ^= hashes[long_words]
         mix(block)
-        hashes[longer] = block
+        hashes[long_words] = block
     for i in np.flatnonzero(lengths > VECTORISED):
         hashes[i] = xxhash.xxh3_64_intdigest(text[starts[i] : starts[i] + lengths[i]])
     return starts, hashes
@@ -131,7 +131,7 @@ _LOW_BYTES: Hashes = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  
 
 
 def _characters(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
-    """Hash each character of text with single spaces [T], and count them per document [D]."""
+    """Return the hash of each character of text with single spaces [T], and characters per document [D]."""
     texts = [" ".join(text.decode().split()) for text in normal]
     units = np.frombuffer("".join(texts).encode("utf-32-le"), "<u4").astype(np.uint64)
     mix(units)
@@ -139,14 +139,14 @@ def _characters(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
 
 
 def _ngrams(units: Hashes, counts: Numbers, n: int) -> tuple[Hashes, Numbers]:
-    """Hash n neighbouring units within one document [T'], and return offsets [D + 1]."""
+    """Return the hash of each n neighbouring units within one document [T'], and offsets [D + 1]."""
     ends = np.cumsum(counts)
-    short = np.flatnonzero((counts > 0) & (counts < n))
-    if len(short):
-        missing = n - counts[short]
-        units = np.insert(units, np.repeat(ends[short], missing), np.uint64(PAD))
+    short_documents = np.flatnonzero((counts > 0) & (counts < n))
+    if len(short_documents):
+        missing = n - counts[short_documents]
+        units = np.insert(units, np.repeat(ends[short_documents], missing), np.uint64(PAD))
         counts = counts.copy()
-        counts[short] = n
+        counts[short_documents] = n
         ends = np.cumsum(counts)
     offsets = np.concatenate(([0], np.cumsum(np.maximum(counts - n + 1, 0))))
     if not offsets[-1]:
@@ -155,10 +155,10 @@ def _ngrams(units: Hashes, counts: Numbers, n: int) -> tuple[Hashes, Numbers]:
     mix(hashes)
     if len(counts) == 1:
         return hashes, offsets
-    whole = np.ones(len(units), np.bool_)
-    for k in range(1, n):  # those that begin less than n units before a document's end run into the next
-        whole[ends[ends >= k] - k] = False
-    return hashes[whole[: len(hashes)]], offsets
+    is_inside = np.ones(len(units), np.bool_)
+    for k in range(1, n):  # n-grams that begin less than n units before a document's end reach into the next
+        is_inside[ends[ends >= k] - k] = False
+    return hashes[is_inside[: len(hashes)]], offsets
 
 
 def ngram_hashes(units: Hashes, n: int) -> Hashes:
@@ -174,10 +174,10 @@ def ngram_hashes(units: Hashes, n: int) -> Hashes:
 Slots = NDArray[np.uint32]
 
 NO_KEY = 0
-"""Key, in every band, of a document without shingles: it matches nothing."""
+"""Key in every band of a document without shingles, which matches no other."""
 SEED = 1
-# A batch stays below what rensa spreads over its threads (128 sets, or about 10^5 shingles): a worker is one
-# core. What fits the processor's caches is also hashed twice as fast.
+# Larger batches would start rensa's threads (from 128 sets, or about 10^5 shingles), but a worker has one
+# core. Batches that fit the processor's caches are also hashed twice as fast.
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
 _MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
@@ -196,7 +196,7 @@ class MinHasher:
     def keys(self, texts: Sequence[str]) -> Hashes:
         """Return one key per band of each text: uint64 [n, bands], NO_KEY for a text without words.
 
-        Equal keys mean the same band with equal slots, but for a chance of 2^-64 per pair of documents.
+        Equal keys mean the same band with equal slots, up to a chance of 2^-64 per pair of documents.
         """
         ngram, unit, bands = self.config.ngram, self.config.unit, self.config.bands
         keys = np.full((len(texts), bands), NO_KEY, np.uint64)
@@ -207,7 +207,7 @@ class MinHasher:
                 characters += len(texts[end])
                 end += 1
             if end - begin == 1:
-                # A slot holds a minimum over the set: the signature of a union is the minimum of signatures.
+                # Slots are minima over a set: the signature of a union is the minimum of signatures.
                 parts = [
                     self.slots(part, np.array([0, len(part)]))
                     for part in shingles_in_parts(texts[begin], ngram=ngram, unit=unit)

@@ -1,7 +1,7 @@
-"""Corpora of corpora: `mlm data merge` joins several, `mlm data split` divides one by documents.
+"""`mlm data merge`, which joins corpora, and `mlm data split`, which divides one by documents.
 
-Tokens are copied by the kernel, in the order of Megatron-LM's `merge_datasets.py`; documents are divided in
-sequence, as its `--split` does. Where every input has a receipt, so does the result.
+The kernel copies the tokens, in the order of Megatron-LM's `merge_datasets.py`; documents are divided in
+sequence, as by its `--split`. If every input has a receipt, so has the result.
 """
 
 import re
@@ -31,33 +31,33 @@ from mlm.util.ownership import claim_folder, delete_owned, kind_of_folder
 from mlm.util.terminal import add_row, console, table
 
 SAME = ("tokenizer", "vocab_size", "eod_id", "bos_id", "append_eod", "prepend_bos", "sentences")
-"""Facts of a receipt in which corpora to merge must agree."""
+"""Facts of a receipt that must be equal to merge corpora."""
 KEPT = ("format", "eod", "recipe", "evaluation_texts")
-"""Facts of a receipt that the result has too where all inputs agree."""
+"""Facts of a receipt that the result keeps if they are equal."""
 
 
 def merge_corpora(paths: Sequence[str], out: str) -> None:
     """Write a corpus of all documents of others, part by part in the order of `paths`.
 
-    Of a folder with train.bin its parts are taken; all pairs of another folder by name, or the pair that a
-    prefix names, go into train. Raises UserError, CorruptFileError for a damaged corpus.
+    A folder with train.bin contributes to each part; pairs of other folders, and the pair of a prefix, go
+    into train. Raises UserError, CorruptFileError for a damaged corpus.
     """
     parts = dict[str, list[IndexedDataset]]()
     for path in paths:
         _, prefixes = corpora_at(path)
         names = [prefix.name for prefix in prefixes]
         has_parts = Path(path).is_dir() and "train" in names
-        if has_parts and (others := set(names) - {*SPLITS}):
+        if has_parts and (other_names := set(names) - {*SPLITS}):
             raise UserError(
-                f"{path} holds {min(others)} next to its parts: name the pairs to merge one by one"
+                f"{path} holds {min(other_names)} next to its parts: name the pairs to merge one by one"
             )
         for prefix in prefixes:
             parts.setdefault(prefix.name if has_parts else "train", []).append(open_pair(prefix))
-    corpora = [corpus for of_part in parts.values() for corpus in of_part]
+    corpora = [corpus for part_corpora in parts.values() for corpus in part_corpora]
     first = corpora[0]
-    if other := next((corpus for corpus in corpora if corpus.dtype != first.dtype), None):
+    if odd := next((corpus for corpus in corpora if corpus.dtype != first.dtype), None):
         raise UserError(
-            f"{first.idx_path} holds {first.dtype.name} tokens and {other.idx_path} {other.dtype.name}: "
+            f"{first.idx_path} holds {first.dtype.name} tokens and {odd.idx_path} {odd.dtype.name}: "
             "merge corpora of one tokenizer"
         )
     folders = list(dict.fromkeys(corpus.prefix.parent for corpus in corpora))
@@ -99,7 +99,7 @@ def split_corpus(path: str, out: str, split: str) -> None:
 
 
 def split_bounds(split: str, documents: int) -> Iterator[tuple[str, int, int]]:
-    """Yield each part of `split` with its first document and the one after its last, as Megatron-LM has them.
+    """Yield each part of `split`, its first document and the one after its last, as in Megatron-LM.
 
     Raises UserError unless `split` is up to three weights.
     """
@@ -132,26 +132,27 @@ def open_pair(prefix: Path) -> IndexedDataset:
 
 
 def common_facts(receipts: dict[Path, Receipt | None]) -> Receipt | None:
-    """Return what receipts agree on; None unless all folders have one.
+    """Return the common facts of receipts; None unless all folders have one.
 
     Raises UserError if they differ in SAME.
     """
-    known = [receipt for receipt in receipts.values() if receipt is not None]
+    present = [receipt for receipt in receipts.values() if receipt is not None]
     for key in SAME:
-        values = [receipt.get(key) for receipt in known]
+        values = [receipt.get(key) for receipt in present]
         if odd := next((i for i, value in enumerate(values) if value != values[0]), 0):
             folders = [folder for folder, receipt in receipts.items() if receipt is not None]
             raise UserError(
                 f"{folders[0]} and {folders[odd]} differ in {key}: merge corpora of one tokenizer and form"
             )
-    if len(known) < len(receipts):
+    if len(present) < len(receipts):
         return None
-    kept = {key: known[0].get(key) for key in KEPT if all(r.get(key) == known[0].get(key) for r in known)}
-    return {key: known[0].get(key) for key in SAME} | kept
+    first, *others = present
+    shared = [key for key in KEPT if all(receipt.get(key) == first.get(key) for receipt in others)]
+    return {key: first.get(key) for key in (*SAME, *shared)}
 
 
 def add_counts(corpora: Sequence[IndexedDataset], receipts: dict[Path, Receipt | None]) -> dict[str, int]:
-    """Add up the counts of a part, those that every receipt has."""
+    """Add up the counts of a part that every receipt has."""
     entries = [(receipts[c.prefix.parent] or {}).get("splits", {}).get(c.prefix.name, {}) for c in corpora]
     keys = [key for key in entries[0] if all(key in entry for entry in entries)]
     total = Counter[str]()
@@ -161,7 +162,7 @@ def add_counts(corpora: Sequence[IndexedDataset], receipts: dict[Path, Receipt |
 
 
 def tokenizer_of(folders: Sequence[Path]) -> bytes | None:
-    """Return the tokenizer.json that all folders have; None if one has none or another."""
+    """Return the tokenizer.json of all folders; None if one is missing or differs."""
     files = [folder / TOKENIZER for folder in folders]
     contents = {file.read_bytes() if file.is_file() else None for file in files}
     return contents.pop() if len(contents) == 1 else None
@@ -176,22 +177,22 @@ def write_parts(
 ) -> None:
     """Write the documents begin … end - 1 of corpora as parts of the folder `out`, its receipt last.
 
-    The folder is claimed, and marked as incomplete meanwhile. Raises UserError.
+    The folder is claimed, and marked as incomplete until then. Raises UserError.
     """
     folder, rows, names = Path(out), table(out, "part", "documents#", "tokens#"), list[str]()
-    same: dict[str, Any] = {} if tokenizer is None else {TOKENIZER: tokenizer}
-    is_ours = kind_of_folder(folder) == "corpus"
+    same_files: dict[str, Any] = {} if tokenizer is None else {TOKENIZER: tokenizer}
+    is_corpus = kind_of_folder(folder) == "corpus"
     with writing_to(out), ExitStack() as stack:
-        claim_folder(folder, "corpus", inputs=inputs, same=same)
+        claim_folder(folder, "corpus", inputs=inputs, same=same_files)
         stack.enter_context(sole_build(folder))
         reject_corpus(folder)
-        if is_ours and (folder / MARKER).exists():
-            if (folder / MARKER).stat().st_size:  # a build's
+        if is_corpus and (folder / MARKER).exists():
+            if (folder / MARKER).stat().st_size:  # only the marker of a build has content
                 raise UserError(
                     f"out={out} holds an interrupted `mlm data build`: finish it, or set another out="
                 )
-            old = (*(f"{part}.{end}" for part in SPLITS for end in ("bin", "idx")), RECEIPT, TOKENIZER)
-            delete_owned(folder, "corpus", inputs=inputs, names=old, keep_folder=True)
+            old_names = (*(f"{part}.{end}" for part in SPLITS for end in ("bin", "idx")), RECEIPT, TOKENIZER)
+            delete_owned(folder, "corpus", inputs=inputs, names=old_names, keep_folder=True)
         write_atomic(folder / MARKER, b"")
         with ExitStack() as writers:  # all parts appear at the end, train last
             for part, ranges in parts.items():

@@ -21,30 +21,30 @@ LETTERS = 1000
 Texts = Callable[[], Iterable[str]]
 
 
-def texts_of(given: Paths, text_key: str, encoding: str) -> Texts:
-    """Return an iterable over the documents of `input=` that are not held out, with a bar. Raises UserError.
+def texts_of(paths: Paths, text_key: str, encoding: str) -> Texts:
+    """Return a function that iterates over the training documents of `input=`, with a progress bar.
 
-    Iterating raises UserError for a bad record, and at the end if all texts were empty.
+    Raises UserError; so does iterating, for a bad record, and at the end if all texts were empty.
     """
-    inputs = [item for item in search(given).inputs if item.split in (None, "train")]
+    inputs = [item for item in search(paths).inputs if item.split in (None, "train")]
     shards = split_inputs([with_encoding(item, encoding) for item in inputs], 1 << 26)
 
     def reject(error: BadRecordError) -> None:
         raise error.to_user_error("fix or delete it")
 
     def texts() -> Iterator[str]:
-        seen = False
+        has_text = False
         with progress_bar("reading", len(shards)) as advance:
             for shard in shards:
                 for document in read_shard(
                     shard, text_key=text_key, max_bytes=MAX_DOCUMENT_BYTES, reject=reject
                 ):
-                    seen = seen or bool(document.text)
+                    has_text = has_text or bool(document.text)
                     yield document.text
                 advance(1)
-        if not seen:
+        if not has_text:
             raise UserError(
-                f"input={format_value(given)} holds no text to train on; name a file with documents"
+                f"input={format_value(paths)} holds no text to train on; name a file with documents"
             )
 
     return texts
@@ -74,9 +74,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) -> Tokenizer:
     """Learn a WordPiece vocabulary as BERT's: special tokens, letters, and pieces up to `vocab_size` tokens.
 
-    Reads the documents twice. By default the library numbers letters inside words in the order of a hash
-    table and breaks ties by those numbers, so that each run learns different pieces: here all letters are
-    given first. Raises UserError for a vocab_size too small for them.
+    Reads the documents twice: all letters are passed to the library first. Otherwise it numbers letters
+    inside words in the order of a hash table and breaks ties by these numbers, so that each run learns
+    different pieces. Raises UserError for a vocab_size too small for the letters.
     """
     backend = word_piece(models.WordPiece(unk_token=UNK), lowercase=lowercase)
     counts = Counter[str]()
@@ -100,6 +100,6 @@ def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) ->
         show_progress=False,
     )
     backend.train_from_iterator(texts(), trainer=trainer)
-    # Rebuilt from the ids alone: to the trainer all letters were special tokens.
+    # Rebuild from the ids alone: the trainer has marked all letters as special tokens.
     vocabulary = backend.get_vocab(with_added_tokens=False)
     return Tokenizer(word_piece(models.WordPiece(vocabulary, unk_token=UNK), lowercase=lowercase).to_str())

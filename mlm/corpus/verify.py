@@ -1,6 +1,6 @@
-"""An integrity check of a corpus.
+"""Integrity check of a corpus.
 
-Every byte is read, once: the tokens are checked while they are digested. Memory stays constant.
+Every byte is read once: tokens are checked while they are digested, in constant memory.
 """
 
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ class FileCheck:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Facts that a corpus is compared with; None where they are unknown."""
+class ExpectedFacts:
+    """Facts that a corpus is compared with; None if unknown."""
 
     receipt: Receipt | None
     vocab_size: int | None
     eod_id: int | None
 
     def entry(self, section: str, name: str) -> dict[str, Any]:
-        """Return the receipt's facts on a file (`files`) or part (`splits`); empty when it has none."""
+        """Return the receipt's facts on a file (`files`) or part (`splits`); {} without any."""
         return dict((self.receipt or {}).get(section, {}).get(name, {}))
 
 
@@ -64,25 +64,25 @@ def verify_corpus(path: str, vocab_size: int | None) -> tuple[Path, list[FileChe
         vocab_size = receipt["vocab_size"]
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    expected = Expected(receipt, vocab_size, eod_of(receipt, tokenizer))
+    expected = ExpectedFacts(receipt, vocab_size, eod_of(receipt, tokenizer))
     pairs = [part(prefix) for prefix in prefixes for part in (idx_path, bin_path)]
-    listed = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
-    others = [other for name in listed if (other := folder / name) not in pairs]
-    total = sum(path.stat().st_size for path in (*pairs, *others) if path.is_file())
+    listed_files = (expected.receipt or {}).get("files", {}) if Path(path).is_dir() else ()
+    other_files = [other_file for name in listed_files if (other_file := folder / name) not in pairs]
+    total = sum(path.stat().st_size for path in (*pairs, *other_files) if path.is_file())
     with progress_bar("verifying", total, in_bytes=True) as advance:
         for prefix in prefixes:
             checks += check_pair(prefix, expected, advance)
-        checks += [check_digest(other, expected, advance) for other in others]
+        checks += [check_digest(other_file, expected, advance) for other_file in other_files]
     return folder, checks
 
 
 def failed(error: UserError, path: Path, name: str) -> FileCheck:
-    """Return the check of a file that cannot be read; the command adds path and fix."""
+    """Return the check of a file that raised an error; the command adds path and fix."""
     text = str(error).removeprefix(str(path)).removesuffix(REBUILD)
     return FileCheck(path.name, name, "error", text.lstrip(": ").rstrip(";: "))
 
 
-def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileCheck]:
+def check_pair(prefix: Path, expected: ExpectedFacts, advance: Advance) -> list[FileCheck]:
     idx, tokens = idx_path(prefix), bin_path(prefix)
     for path in (idx, tokens):
         if not path.is_file():
@@ -90,14 +90,14 @@ def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileC
     try:
         corpus = IndexedDataset(prefix, allow_empty=True)
     except CorruptFileError as error:
-        wrong = failed(error, tokens if str(error).startswith(str(tokens)) else idx, "format")
-        return [wrong, *(check_digest(path, expected, advance) for path in (idx, tokens))]
+        format_check = failed(error, tokens if str(error).startswith(str(tokens)) else idx, "format")
+        return [format_check, *(check_digest(path, expected, advance) for path in (idx, tokens))]
     digest, outside, end_tokens = scan_tokens(corpus, expected, advance)
     counted = {
         "documents": corpus.num_documents,
         "sequences": corpus.num_sequences,
         "tokens": corpus.num_tokens,
-        "end_tokens": end_tokens,  # those after documents: no text may hold one
+        "end_tokens": end_tokens,  # only after documents: texts contain none
     }
     recorded = expected.entry("splits", prefix.name)
     differing = [
@@ -110,8 +110,8 @@ def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileC
     if outside is not None:
         token, position = outside
         document, bound = corpus.document_of(position), f"not below vocab_size={limit}"
-        where = f"document {document}, token {position - corpus.first_token(document)} of it"
-        ids = "error", f"{where}, is {token}, {'negative' if token < 0 else bound}"
+        location = f"document {document}, token {position - corpus.first_token(document)} of it"
+        ids = "error", f"{location}, is {token}, {'negative' if token < 0 else bound}"
     return [
         FileCheck(idx.name, "format", "ok", f"{corpus.dtype.name}, {corpus.num_documents:,} documents"),
         FileCheck(tokens.name, "token ids", *ids),
@@ -122,11 +122,11 @@ def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileC
 
 
 def scan_tokens(
-    corpus: IndexedDataset, expected: Expected, advance: Advance
+    corpus: IndexedDataset, expected: ExpectedFacts, advance: Advance
 ) -> tuple[str, tuple[int, int] | None, int | None]:
     """Return a .bin's digest, the first token out of range with its position, and the end-of-document tokens.
 
-    It is read, not mapped: the pages of a map count as memory of the process. Raises OSError.
+    The file is read, not mapped, as mapped pages count as memory of the process. Raises OSError.
     """
     digest, position, outside, end_tokens = xxhash.xxh3_128(), 0, None, 0
     limit = np.iinfo(np.int64).max if expected.vocab_size is None else expected.vocab_size
@@ -144,7 +144,9 @@ def scan_tokens(
     return digest_name(digest), outside, None if expected.eod_id is None else end_tokens
 
 
-def check_digest(path: Path, expected: Expected, advance: Advance, digest: str | None = None) -> FileCheck:
+def check_digest(
+    path: Path, expected: ExpectedFacts, advance: Advance, digest: str | None = None
+) -> FileCheck:
     """Compare a file, or its `digest`, with its entry in the receipt; one of another size is not read."""
     entry = expected.entry("files", path.name)
     if not path.is_file():

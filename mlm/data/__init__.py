@@ -1,1 +1,1 @@
-"""Tokens to samples: tokenizers, .bin/.idx, samplers, blends, conversations (reads what corpus/ writes)."""
+"""Tokens to samples: tokenizers, .bin/.idx files of corpus/, samplers, blends, conversations."""

@@ -1,4 +1,4 @@
-"""Entries of data.blend, and their problems that are visible before a corpus is read."""
+"""Entries of data.blend, and their problems that need no corpus to be read."""
 
 import math
 import os
@@ -17,12 +17,12 @@ HOW = "write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One corpus of a blend, as it was written."""
+class WeightedCorpus:
+    """An entry of data.blend."""
 
     text: str
     weight: float | None
-    """None where it was left out: then the corpus counts by its tokens."""
+    """None if left out: the corpus counts by its tokens."""
     path: str
     """Folder written by `mlm data build`, or prefix of a .bin/.idx pair."""
 
@@ -31,26 +31,26 @@ class Entry:
         return Path(self.path, "train") if Path(self.path).is_dir() else Path(self.path)
 
 
-def parse_entry(text: str) -> Entry:
-    """`0.3 corpora/wiki` or `corpora/wiki`. A first word that is not a number belongs to the path."""
-    first, _, rest = text.strip().partition(" ")
+def parse_entry(text: str) -> WeightedCorpus:
+    """Parse `0.3 corpora/wiki` or `corpora/wiki`. A first word that is not a number belongs to the path."""
+    first, _, path = text.strip().partition(" ")
     try:
         weight = float(first)
     except ValueError:
-        return Entry(text, None, text.strip())
-    return Entry(text, weight, rest.strip())
+        return WeightedCorpus(text, None, text.strip())
+    return WeightedCorpus(text, weight, path.strip())
 
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
-    """Weights scaled to sum to 1. They must be positive and finite."""
-    exponent = math.frexp(max(weights))[1]  # first by a power of two: the sum of large numbers may overflow
+    """Scale positive, finite weights to sum to 1."""
+    exponent = math.frexp(max(weights))[1]  # scaled by a power of two first: the sum could overflow
     scaled = [math.ldexp(weight, -exponent) for weight in weights]
     total = math.fsum(scaled)
     return [weight / total for weight in scaled]
 
 
 def blend_problems(data: DataConfig) -> list[Problem]:
-    """Problems of data.blend. Only names of files are read."""
+    """Return the problems of data.blend. Only names of files are read."""
     if data.kind != "indexed" or not data.blend:
         return []
     entries = [parse_entry(text) for text in data.blend]
@@ -68,23 +68,23 @@ def blend_problems(data: DataConfig) -> list[Problem]:
             problems.append(Problem(BLEND, problem, "leave the entry out" if e.weight == 0 else HOW))
         elif (missing := problem_of_path(e)) is not None:
             problems.append(missing)
-    seen: dict[Path, Entry] = {}
+    by_prefix: dict[Path, WeightedCorpus] = {}
     for e in entries:
-        if (first := seen.setdefault(e.prefix.resolve(), e)) is not e:
-            same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
-            problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
+        if (first := by_prefix.setdefault(e.prefix.resolve(), e)) is not e:
+            problem = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
+            problems.append(Problem(BLEND, problem, "name it once, with the sum of the weights"))
     if any(is_stored(e.path) for e in entries):
         problems += filter(None, [cache_problem(data, "data.blend")])
-    bare = [e for e in entries if e.weight is None]
-    if 0 < len(bare) < len(entries):
-        problem = f"data.blend: '{bare[0].text}' has no weight and others have one"
+    unweighted = [e for e in entries if e.weight is None]
+    if 0 < len(unweighted) < len(entries):
+        problem = f"data.blend: '{unweighted[0].text}' has no weight and others have one"
         fix = "give it one, or leave all out: then each corpus counts by its tokens"
         problems.append(Problem(BLEND, problem, fix))
     return problems
 
 
-def problem_of_path(e: Entry) -> Problem | None:
-    """The problem of what is neither a folder with train.bin/.idx nor the prefix of such a pair."""
+def problem_of_path(e: WeightedCorpus) -> Problem | None:
+    """Return the problem of a path other than a folder with train.bin/.idx or the prefix of a pair."""
     if not e.path:
         return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
     if is_stored(e.path):
@@ -102,13 +102,12 @@ def problem_of_path(e: Entry) -> Problem | None:
 
 
 def corpus_names(prefixes: Sequence[Path]) -> list[str]:
-    """A name of each corpus for logs: its folder's, with as many parent folders as make them distinct."""
+    """Return a name of each corpus for logs: its folder's, with parent folders until they are distinct."""
 
     def plain(word: str) -> str:
-        """A name without characters that would break a line of a log."""
         return "".join(c if c.isalnum() or c in "._" else "_" for c in word)[:100]
 
-    # the pair train.bin/.idx has the name of its folder
+    # The pair train.bin/.idx is named after its folder.
     paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]
     parts = [[plain(word) for word in path.parts] for path in paths]
     for depth in range(1, max(map(len, parts), default=1) + 1):

@@ -1,7 +1,7 @@
 """History of the corpora that a run has read: segments of the run, each with one blend.
 
-A checkpoint holds them, so that a run resumed with other weights, or with corpora added or removed, continues
-in each corpus where it stopped. A corpus is identified by its content, wherever it is.
+Checkpoints hold it, so that a run resumed with other weights or corpora continues in each corpus where it
+stopped. A corpus is identified by its content, not its path.
 """
 
 import math
@@ -27,13 +27,13 @@ class BlendSource:
     name: str
     """Name in logs."""
     path: str
-    """Prefix of its .bin/.idx, as given."""
+    """Prefix of its .bin/.idx, as in the settings."""
     digest: str
-    """Digest of the .idx: the order of samples is a function of it."""
+    """Digest of the .idx, which determines the order of samples."""
     tokens: str = ""
     """Digest of the .bin, by its receipt."""
     sampled: str = ""
-    """Digest of the .bin as read (`atomic.sampled_digest`)."""
+    """Digest of samples of the .bin (`files.sampled_digest`)."""
     receipt: str = ""
     """Digest of the receipt, corpus.json."""
     recipe: str = ""
@@ -43,9 +43,9 @@ class BlendSource:
     weight: float = 1.0
     """Share of the samples; a blend's shares sum to 1."""
     first: int = 0
-    """Samples read of it before the segment."""
+    """Samples of it that were read before the segment."""
     order: int = 0
-    """Rule of its sample order. 0: shuffled by the seed of the run, as a single corpus is; 1: by a seed
+    """Rule of its sample order. 0: shuffled by the seed of the run, like a single corpus; 1: by a seed
     derived from its digest."""
 
     def is_same(self, other: "BlendSource") -> bool:
@@ -64,42 +64,42 @@ class Segment:
 BlendSegments = tuple[Segment, ...]
 
 
-def continue_history(history: BlendSegments, now: Sequence[BlendSource], consumed: int) -> BlendSegments:
-    """Return the history of a run that has read `consumed` samples and continues with the blend `now`.
+def continue_history(history: BlendSegments, blend: Sequence[BlendSource], consumed: int) -> BlendSegments:
+    """Return the history of a run that has read `consumed` samples and continues with `blend`.
 
-    The same blend continues its segment; another begins one, each corpus where the run left it.
+    An equal blend continues its segment; another begins a new one, each corpus where the run stopped in it.
     """
-    while history and history[-1].from_sample == consumed:  # nothing was read of it
+    while history and history[-1].from_sample == consumed:  # segments without a sample
         history = history[:-1]
-    then = history[-1].sources if history else ()
-    is_same = len(then) == len(now) and all(
+    previous = history[-1].sources if history else ()
+    is_same = len(previous) == len(blend) and all(
         a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
-        for a, b in zip(then, now, strict=True)
+        for a, b in zip(previous, blend, strict=True)
     )
     if history and is_same:
-        # a corpus may have moved; its weight is kept to the last bit
-        kept = [
+        # Paths may have changed; weights keep their exact bits.
+        continued = [
             replace(s, weight=old.weight, first=old.first, order=old.order)
-            for s, old in zip(now, then, strict=True)
+            for s, old in zip(blend, previous, strict=True)
         ]
-        return (*history[:-1], Segment(history[-1].from_sample, tuple(kept)))
-    begun = list[BlendSource]()
-    for source in now:
-        # the order is the one by which the corpus was read, if it was
-        known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
-        order = next((old.order for old in known), source.order)
-        begun.append(replace(source, first=samples_read(history, source, consumed), order=order))
-    return (*history, Segment(consumed, tuple(begun)))
+        return (*history[:-1], Segment(history[-1].from_sample, tuple(continued)))
+    new_sources = list[BlendSource]()
+    for source in blend:
+        # A corpus that was read before keeps its sample order.
+        earlier = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
+        order = next((old.order for old in earlier), source.order)
+        new_sources.append(replace(source, first=samples_read(history, source, consumed), order=order))
+    return (*history, Segment(consumed, tuple(new_sources)))
 
 
 def samples_read(history: BlendSegments, source: BlendSource, consumed: int) -> int:
     """Count the samples of a corpus that a run has read after `consumed` in all."""
     end = consumed
     for segment in reversed(history):
-        for i, known in enumerate(segment.sources):
-            if known.is_same(source):
+        for i, earlier in enumerate(segment.sources):
+            if earlier.is_same(source):
                 weights = [s.weight for s in segment.sources]
-                return known.first + int(samples_per_source(weights, end - segment.from_sample)[i])
+                return earlier.first + int(samples_per_source(weights, end - segment.from_sample)[i])
         end = segment.from_sample
     return 0
 
@@ -108,7 +108,7 @@ def seed_of(source: BlendSource, seed: int) -> int:
     if source.order == 0:
         return seed
     digest = xxhash.xxh3_64_intdigest(f"{seed} {source.digest} {source.tokens}".encode())
-    return digest >> 1  # 63 bits: accepted by every generator
+    return digest >> 1  # 63 bits, which every generator accepts
 
 
 def samples_needed(segment: Segment, num_samples: int) -> list[int]:
@@ -118,17 +118,17 @@ def samples_needed(segment: Segment, num_samples: int) -> list[int]:
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
-def changed_corpus_problem(history: BlendSegments, now: Sequence[BlendSource]) -> str | None:
-    """Report a corpus that replaced another one of the run at its path, and that the run has never read.
+def changed_corpus_problem(history: BlendSegments, blend: Sequence[BlendSource]) -> str | None:
+    """Return the problem of a new corpus at the path of one that the run has read, or None.
 
-    To continue there would silently repeat and skip samples.
+    Continuing with it would silently repeat and skip samples.
     """
-    known = [source for segment in reversed(history) for source in segment.sources]
-    for source in now:
-        if any(old.is_same(source) for old in known):
+    earlier_sources = [source for segment in reversed(history) for source in segment.sources]
+    for source in blend:
+        if any(old.is_same(source) for old in earlier_sources):
             continue
         path = os.path.realpath(source.path)
-        old = next((old for old in known if os.path.realpath(old.path) == path), None)
+        old = next((old for old in earlier_sources if os.path.realpath(old.path) == path), None)
         if old is not None:
             suffix = "idx" if old.digest != source.digest else "bin"
             return (
@@ -139,23 +139,23 @@ def changed_corpus_problem(history: BlendSegments, now: Sequence[BlendSource]) -
 
 
 def describe_change(history: BlendSegments, consumed: int) -> str | None:
-    """Describe in a line the changes of the newest segment; None if there are none."""
+    """Describe the changes of the newest segment in a line; None without any."""
     if len(history) < 2 or history[-1].from_sample != consumed:
         return None
-    then, now = history[-2].sources, history[-1].sources
+    previous, current = history[-2].sources, history[-1].sources
     parts = []
-    for source in now:
-        before = next((s for s in then if s.is_same(source)), None)
+    for source in current:
+        earlier = next((s for s in previous if s.is_same(source)), None)
         share = f"{source.name} {source.weight:.2%}"
-        if before is not None and math.isclose(before.weight, source.weight, rel_tol=SAME_SHARE):
+        if earlier is not None and math.isclose(earlier.weight, source.weight, rel_tol=SAME_SHARE):
             parts.append(share)
-        elif before is not None:
-            parts.append(f"{share} (was {before.weight:.2%})")
+        elif earlier is not None:
+            parts.append(f"{share} (was {earlier.weight:.2%})")
         else:
             parts.append(f"{share} ({f'back, after {source.first:,}' if source.first else 'new'})")
-    gone = [s.name for s in then if not any(s.is_same(source) for source in now)]
-    without = f"; without {', '.join(gone)}" if gone else ""
-    return f"data changed at sample {consumed:,}: {', '.join(parts)}{without}"
+    removed = [s.name for s in previous if not any(s.is_same(source) for source in current)]
+    suffix = f"; without {', '.join(removed)}" if removed else ""
+    return f"data changed at sample {consumed:,}: {', '.join(parts)}{suffix}"
 
 
 def trained_on(history: BlendSegments) -> list[dict[str, Any]]:
@@ -206,5 +206,5 @@ def decode(saved: Any, consumed: int) -> BlendSegments:
 
 
 def known_digest(value: Any) -> str:
-    """Return a digest that a file gives, or "" if it is not one."""
+    """Return a value that is a digest, else ""."""
     return value if isinstance(value, str) and DIGEST.fullmatch(value) else ""

@@ -1,4 +1,4 @@
-"""Chat templates for base models that have none, by name. Apart from Jinja, which no help or check takes."""
+"""Built-in chat templates for base models, by name. This file imports no Jinja, for help and checks."""
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 """ChatML's marks of a turn."""
@@ -13,5 +13,5 @@ CHATML = """\
 """
 BUILT_IN = {"chatml": CHATML}
 TURNS = "turns"
-"""Name of the tokenizer's own template, each answer as it is rendered when nothing follows it: templates of
-models that think leave out the thoughts of earlier turns."""
+"""Name of the tokenizer's template with each answer rendered as the last message: templates of reasoning
+models drop the reasoning of earlier turns."""

@@ -1,4 +1,4 @@
-"""Chat templates in the files of a folder, or built in."""
+"""Chat templates from the files of a folder, or built in."""
 
 import json
 import re
@@ -13,35 +13,35 @@ from mlm.util.files import READABLE, decode_text, read_bounded
 
 DEFAULT = "default"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Names of templates, which become names of files."""
+"""Valid names of templates, which become names of files."""
 
 
 def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate | None:
-    """Return the template in `file`, else that of the tokenizer in `folder`; None without one.
+    """Return the template in `file`, else of the tokenizer in `folder`; None without one.
 
     `file` may be the name of a built-in template, or TURNS. The template receives the special tokens that the
-    folder names and its vocabulary has. Raises UserError, CorruptFileError.
+    folder declares and the vocabulary contains. Raises UserError, CorruptFileError.
     """
-    named = named_tokens(folder)
-    if named is None:  # the folder declares none: the tokenizer's
+    declared = named_tokens(folder)
+    if declared is None:  # without declarations the tokenizer's tokens
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
         tokens = {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
     else:
-        # null declares that a token does not exist; but without an end no answer would end
-        empty = [name for name, token in named.items() if not token and name != "eos_token"]
-        tokens = {name: token for name, token in named.items() if token in tokenizer or name in empty}
+        # null declares that a token does not exist, except for the end, without which no answer would end.
+        empty = [name for name, token in declared.items() if not token and name != "eos_token"]
+        tokens = {name: token for name, token in declared.items() if token in tokenizer or name in empty}
     if file in BUILT_IN:
         source, note = BUILT_IN[file], ""
         if IM_END not in tokenizer.special_names:
-            # Turns end with another token: after a mark that is text of several tokens no answer would end.
+            # Turns need another end: a mark of several tokens would end no answer.
             if tokenizer.eod_id not in tokenizer.special_ids:
                 raise UserError(
                     f"chat template {file}: the vocabulary has no special token that could end a turn: add "
                     f"{IM_END}, or give another template"
                 )
             end, is_known = tokenizer.name_of(tokenizer.eod_id), IM_START in tokenizer.special_names
-            started = "" if is_known else f", and {IM_START} is text of several tokens"
-            note = f"chat template {file}: a turn ends with {end}, as the vocabulary has no {IM_END}{started}"
+            note = f"chat template {file}: a turn ends with {end}, as the vocabulary has no {IM_END}"
+            note += "" if is_known else f", and {IM_START} is text of several tokens"
             source = source.replace(f"'{IM_END}'", json.dumps(end))
         return ChatTemplate(source, tokens, f"chat template {file}", note)
     templates = (
@@ -64,7 +64,7 @@ def find_chat_template(folder: Path, tokenizer: Tokenizer, file: str | None = No
 def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
     """Return a folder's templates and their locations by name. Raises UserError, CorruptFileError.
 
-    Files come before tokenizer_config.json's templates, as in `transformers`.
+    Files take precedence over templates in tokenizer_config.json, as in `transformers`.
     """
     files = {DEFAULT: folder / FILE}
     if (folder / FOLDER).is_dir():
@@ -80,10 +80,10 @@ def find_templates(folder: Path) -> dict[str, tuple[str, str]]:
     location = f"{folder / SETTINGS}: chat_template"
     if isinstance(value, list):
         value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-    named = value if isinstance(value, dict) else {DEFAULT: value}
+    sources = value if isinstance(value, dict) else {DEFAULT: value}
     return {
         name: (source, location if name == DEFAULT else f"{location} {name}")
-        for name, source in named.items()
+        for name, source in sources.items()
         if isinstance(source, str) and isinstance(name, str) and NAME.fullmatch(name)
     }
 

@@ -1,9 +1,9 @@
-"""A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
+"""A tokenizer's chat template, which renders conversations as text, like `transformers`.
 
-The template is Jinja from a model folder, which is untrusted. It runs in Jinja's immutable sandbox, which
-keeps it from files and Python's own objects, sees copies of JSON values, and is stopped after TIME_LIMIT_S in
-the main thread, but not within one operation in C, such as making a text of 3 GB. It may mark the assistant's
-answers with {% generation %} blocks.
+The template is Jinja from an untrusted model folder. It runs in Jinja's immutable sandbox, without access to
+files and Python objects, on copies of JSON values, and is stopped after TIME_LIMIT_S in the main thread, but
+not within one operation in C, such as creating a text of 3 GB. It may mark the assistant's answers with
+{% generation %} blocks.
 """
 
 import json
@@ -34,22 +34,22 @@ FILE = "chat_template.jinja"
 FOR_TOOLS, FOLDER = "tool_use", "additional_chat_templates"
 """Name of a second template for conversations with tools, and the folder of its file."""
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around a rendered {% generation %} block: noncharacters, which no text holds."""
+"""Marks around a rendered {% generation %} block: noncharacters, which no text contains."""
 TIME_LIMIT_S = 10
 
 Message = dict[str, Any]
 
 
 class _TimeLimit(BaseException):
-    """No `Exception`: Jinja catches those as it folds constants."""
+    """A BaseException, as Jinja catches every `Exception` while it folds constants."""
 
 
 class ChatError(Exception):
-    """A conversation that a template cannot render: the problem and its fix in one line."""
+    """A conversation that a template cannot render: problem and fix in one line."""
 
 
 @dataclass(frozen=True)
-class Rendered:
+class TemplateOutput:
     """A conversation as text."""
 
     text: str
@@ -58,17 +58,17 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A chat template and the names of the special tokens that it uses.
+    """A chat template and the names of its special tokens.
 
     Attributes:
         marks_answers: True if it has {% generation %} blocks.
         digest: of the template, these names, and `tool_use`.
-        tool_use: the tokenizer's other template, for conversations with tools, or None.
-        keeps_turns: True if each answer is trained as it is rendered when nothing follows it.
-        others: sources of templates of other names, which are kept for an export.
-        note: a line on what ends a turn of a built-in template; empty where that is its own token.
+        tool_use: the tokenizer's template for conversations with tools, or None.
+        keeps_turns: True if each answer is trained as rendered when it is the last message.
+        others: sources of templates with other names, kept for an export.
+        note: a line on the end of a turn in a built-in template, if it is not the template's token; else "".
 
-    Raises UserError if it is not Jinja.
+    Raises UserError if it is not valid Jinja.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ChatTemplate:
     ) -> None:
         self.source, self.tokens, self.location, self.note = source, dict(tokens), location, note
         self.tool_use, self.keeps_turns, self.others = tool_use, keeps_turns, dict(others or {})
-        if (half := lone_surrogate(source)) is not None:
-            raise UserError(f"{location}: holds {half}: correct the template")
+        if (surrogate := lone_surrogate(source)) is not None:
+            raise UserError(f"{location}: holds {surrogate}: correct the template")
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         identity: list[Any] = [source, sorted(self.tokens.items())]
         if tool_use is not None:
@@ -93,7 +93,7 @@ class ChatTemplate:
             identity.append(TURNS)
         self.digest = digest_bytes(json.dumps(identity).encode())
         try:
-            environment().parse(source)  # compiling would compute its constants, outside the time limit
+            environment().parse(source)  # compiling would evaluate constants, outside the time limit
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"{location}:{error.lineno}: no Jinja ({error.message}): correct the template"
@@ -103,19 +103,19 @@ class ChatTemplate:
 
     @property
     def settings(self) -> dict[str, str | None]:
-        """The names of its tokens as tokenizer_config.json has them."""
+        """Entries of tokenizer_config.json for its tokens."""
         return {name: token or None for name, token in self.tokens.items()}
 
     def save_sources(self, folder: Path) -> None:
         """Write the templates. Raises OSError."""
         write_atomic(folder / FILE, self.source.encode())
-        named = self.others | ({} if self.tool_use is None else {FOR_TOOLS: self.tool_use.source})
-        for name, source in named.items():
+        sources = self.others | ({} if self.tool_use is None else {FOR_TOOLS: self.tool_use.source})
+        for name, source in sources.items():
             (folder / FOLDER).mkdir(exist_ok=True)
             write_atomic(folder / FOLDER / f"{name}.jinja", source.encode())
 
     def for_tools(self, tools: Any) -> "ChatTemplate":
-        """Return the template of a conversation with these tools, None without any."""
+        """Return the template for a conversation with these tools; None means no tools."""
         return self if tools is None or self.tool_use is None else self.tool_use
 
     @cached_property
@@ -129,10 +129,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         options: Mapping[str, Any] | None = None,
-    ) -> Rendered:
-        """Render messages, each with a role; with `add_generation_prompt` up to where an answer begins.
+    ) -> TemplateOutput:
+        """Render messages, each with a role; with `add_generation_prompt` up to the beginning of an answer.
 
-        `options` are other values that the template sees. Raises ChatError.
+        `options` are further values for the template. Raises ChatError.
         """
         values = {
             "messages": [with_reasoning(message) for message in messages],
@@ -146,34 +146,34 @@ class ChatTemplate:
         try:
             with time_limit(TIME_LIMIT_S):
                 text = self._compiled.render(copies)
-        # a template may raise anything: TypeError, OverflowError, RecursionError
+        # A template may raise any error: TypeError, OverflowError, RecursionError.
         except (Exception, _TimeLimit) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ChatError(
                 f"{self.location} fails ({reason}): correct the conversation, or give another template"
             ) from None
-        if (half := lone_surrogate(text)) is not None:
-            raise ChatError(f"{self.location} writes {half}: correct the conversation, or the template")
+        if (surrogate := lone_surrogate(text)) is not None:
+            raise ChatError(f"{self.location} writes {surrogate}: correct the conversation, or the template")
         if BEGIN not in text:
-            return Rendered(text, ())
-        # Without the marks of {% generation %} blocks; of nested ones the outermost is an answer.
+            return TemplateOutput(text, ())
+        # Remove the marks of {% generation %} blocks; the outermost of nested blocks is an answer.
         parts, answers, length, begins = list[str](), list[tuple[int, int]](), 0, list[int]()
         for part in re.split(f"([{BEGIN}{END}])", text):
             if part == BEGIN:
                 begins.append(length)
             elif part == END:
-                begin = begins.pop() if begins else length  # a template can write the mark itself
+                begin = begins.pop() if begins else length  # the template's text may contain the mark
                 if not begins:
                     answers.append((begin, length))
             else:
                 parts.append(part)
                 length += len(part)
-        return Rendered("".join(parts), tuple(answers))
+        return TemplateOutput("".join(parts), tuple(answers))
 
 
 def with_reasoning(message: Message) -> Message:
-    """Return a message with its reasoning under the names that templates read, as `transformers` does."""
-    names = ("reasoning_content", "thinking", "reasoning")  # templates read the first, or the second
+    """Return a message with its reasoning under all names that templates read, like `transformers`."""
+    names = ("reasoning_content", "thinking", "reasoning")  # templates read the first or the second
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
     return (
         message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -182,7 +182,7 @@ def with_reasoning(message: Message) -> Message:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeLimit in the body after some seconds. Only in the main thread, which receives signals."""
+    """Raise _TimeLimit in the body after some seconds; only in the main thread, which receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -200,7 +200,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class Generation(Extension):
-    """The block {% generation %} … {% endgeneration %}, whose text is put between BEGIN and END."""
+    """The block {% generation %} … {% endgeneration %}, rendered between BEGIN and END."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -214,7 +214,7 @@ class Generation(Extension):
 
 
 class MissingToken(jinja2.Undefined):
-    """A value that a template is not given: empty, or an error if it is a special token."""
+    """An undefined value of a template: empty, or an error for a special token."""
 
     @property
     def _undefined_message(self) -> str:
@@ -238,7 +238,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter would escape for HTML
+        # Jinja's filter would escape for HTML.
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )

@@ -1,4 +1,4 @@
-"""Conversations of rows: messages, tools and values for the template, checked."""
+"""Conversations of rows: messages, tools and values for the template, validated."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 SHARE_GPT = "conversations"
 """Column of ShareGPT's messages."""
 SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
-"""Roles by ShareGPT's names, where these differ."""
+"""ShareGPT's names of roles, where they differ."""
 CALL = "function_call"
 """ShareGPT's speaker of a tool call, {"name": …, "arguments": …} as JSON; OpenAI's former key of one."""
 WEIGHTS = ("weight", "train", "loss")
-"""Keys of a message of the assistant that keep it out of the loss, if 0 or false."""
+"""Keys of an assistant's message that exclude it from the loss, if 0 or false."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of rows, and keys of messages, whose content no model here reads."""
+"""Columns of rows, and keys of messages, whose content no model reads."""
 TOOLS, SYSTEM, OPTIONS = "tools", "system", "chat_template_kwargs"
 """Columns besides messages: functions that may be called, a first message, and values for the template."""
 FIXED = ("messages", TOOLS, "add_generation_prompt")
-"""Values of a template that a row may not set."""
+"""Template values that a row must not set."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and what else a template reads of their row."""
+    """Messages of a row, and the row's other values for a template."""
 
     messages: Sequence[Message]
     tools: Any = None
@@ -36,14 +36,14 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other values for the template, by name."""
     prompt: int = 0
-    """First messages, after which all is an answer; 0 where roles decide."""
+    """Number of messages before the answer; 0 if roles decide."""
     changes: tuple[str, ...] = ()
-    """Changes made to the row as it was read, for the run's header."""
+    """Changes to the row while it was read, for the run's header."""
 
     def to_json(self) -> list[Any]:
-        """Return the values of all fields but `changes`; those that most rows have none of are left out."""
-        rest = [self.options, self.prompt]
-        return [self.messages, self.tools, *(rest if any(rest) else ())]
+        """Return the values of all fields except `changes`, without trailing options and prompt if unset."""
+        optional = [self.options, self.prompt]
+        return [self.messages, self.tools, *(optional if any(optional) else ())]
 
 
 def read_conversation(
@@ -69,7 +69,7 @@ def make_conversation(
 ) -> Conversation:
     """Return messages, of which the first `prompt` are a prompt, with the other columns of their row.
 
-    Raises ChatError, also for a column that would change what is learnt and is not read.
+    Raises ChatError, also for an unsupported column that would change the training.
     """
     for name in MEDIA:
         if record.get(name):
@@ -102,7 +102,7 @@ def make_conversation(
 
 
 def objects_in(value: Any, name: str) -> list[Any] | None:
-    """Return a list of objects, given as one or as JSON text; None without. Raises ChatError."""
+    """Return a list of objects, from a list or JSON text; None without one. Raises ChatError."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -115,7 +115,7 @@ def objects_in(value: Any, name: str) -> list[Any] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return JSON without the keys whose values are null, at any depth: a table fills absent ones so."""
+    """Return JSON without null values at any depth; tables use null for absent keys."""
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if not isinstance(value, dict):
@@ -127,14 +127,14 @@ def check_messages(messages: Any) -> list[Message]:
     """Return the messages of a conversation, ShareGPT's too, with a role and a text. Raises ChatError."""
     if not isinstance(messages, list) or not messages:
         raise ChatError('no list of messages: write [{"role": "user", "content": "…"}, …]')
-    return [checked(message, number) for number, message in enumerate(messages, 1)]
+    return [check_message(message, number) for number, message in enumerate(messages, 1)]
 
 
-def checked(given: Any, number: int) -> Message:
-    if not isinstance(given, dict):
+def check_message(row: Any, number: int) -> Message:
+    if not isinstance(row, dict):
         raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
-    # a table fills absent keys with null
-    message: Message = {key: value for key, value in given.items() if value is not None}
+    # Tables use null for absent keys.
+    message: Message = {key: value for key, value in row.items() if value is not None}
     if "from" in message and "role" not in message:
         speaker, text = message.pop("from"), message.pop("value", None)
         if speaker == CALL:
@@ -153,8 +153,8 @@ def checked(given: Any, number: int) -> Message:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
     if unread := [name for name in (CALL, *MEDIA) if message.get(name)]:
         raise ChatError(f"message {number}: '{unread[0]}' is not read: write tool_calls, or delete the row")
-    if wrong := [key for key in WEIGHTS if message.get(key, 1) not in (0, 1)]:
-        raise ChatError(f"message {number}: '{wrong[0]}' is neither 0 nor 1: fix or delete it")
+    if invalid := [key for key in WEIGHTS if message.get(key, 1) not in (0, 1)]:
+        raise ChatError(f"message {number}: '{invalid[0]}' is neither 0 nor 1: fix or delete it")
     if calls := objects_in(message.get("tool_calls"), f"message {number}: 'tool_calls'"):
         message["tool_calls"] = calls
     if isinstance(content, list):

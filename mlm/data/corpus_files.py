@@ -1,4 +1,4 @@
-"""Files of a corpus folder, its parts (train, validation and test), and the part each document belongs to."""
+"""Files of a corpus folder, and the assignment of documents to its parts (train, validation, test)."""
 
 import math
 import os
@@ -32,9 +32,9 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def split_of_document(text: bytes, shares: Iterable[float], seed: int) -> str:
-    """Return the part of a document: a function of (seed, its text) alone.
+    """Return the part of a document, a function of seed and text alone.
 
-    So a document keeps its part when others are added or removed, and equal documents share one.
+    So a document keeps its part if others are added or removed, and equal documents are in one part.
     """
     draw = xxhash.xxh3_64_intdigest(struct.pack("<Q", seed % (1 << 64)) + text) / 2**64
     bound, part = 0.0, SPLITS[0]
@@ -47,9 +47,9 @@ def split_of_document(text: bytes, shares: Iterable[float], seed: int) -> str:
 
 
 def corpora_at(path: str) -> tuple[Path, list[Path]]:
-    """Return the folder of the corpora that `path` names, and their prefixes: all in a folder, or one.
+    """Return the folder of the corpora at `path`, and their prefixes: all in a folder, or one.
 
-    Train, validation and test come first. Raises UserError if there is none.
+    Train, validation and test come first. Raises UserError without a corpus.
     """
     folder = Path(path)
     if folder.is_dir():

@@ -1,18 +1,18 @@
-"""Token ids of the words that a tokenizer has met: text is encoded by looking words up.
+"""Cache of the token ids of words: text is encoded by lookup.
 
-A tokenizer splits text into words and encodes each alone, so most of its work is done again and again. Here a
-text is split into chunks, which end where every tokenizer of `is_cacheable` ends a word, whatever follows, so
-that its tokens are its chunks' tokens. New chunks are encoded by the library: it alone says what ids are.
+A tokenizer splits text into words and encodes each alone, so most of its work repeats. Here a text is split
+into chunks, which end where every tokenizer of `is_cacheable` ends a word, whatever follows, so that its
+tokens are those of its chunks. The library encodes new chunks.
 
 A chunk ends in ASCII text alone: between a visible character and a space; between a letter or digit and a
 sign other than an apostrophe (which may begin a contraction), or a line end; and after a single line end
 before a letter. The patterns of GPT-2, GPT-4 and their heirs end a match there and look no further, and
 BERT's splits at spaces and signs.
 
-The chunks of a batch are found and looked up all at once, in arrays. A key is no hash but the chunk itself:
+The chunks of a batch are found and looked up together, in arrays. A key is not a hash but the chunk itself:
 up to 15 bytes of UTF-8, and their number. Longer chunks are keys of a dictionary.
 
-Shapes: n chunks of the texts of a batch, which lie end to end in UTF-8, the byte END after each.
+Shapes: n chunks of the texts of a batch, which are concatenated in UTF-8, with the byte END after each.
 """
 
 import re
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from mlm.util.splitmix import GOLDEN, Bits, mix
 
 Numbers = NDArray[np.int64]
-Place = tuple[int, int]
-"""Position of a chunk's first token in the cache's tokens, and number of its tokens."""
+TokenSpan = tuple[int, int]
+"""Position of a chunk's first token in the cache, and number of its tokens."""
 
 END = b"\xff"
-"""Follows each text, as no byte of UTF-8 does: a chunk without tokens."""
+"""Byte after each text, which UTF-8 never contains: a chunk without tokens."""
 SIGN = r"!-&(-/:-@\[-`{-~"
 LETTER, DIGIT, MARK, QUOTE, SPACE, LINE, TEXT = range(1, 8)
 MEMBERS = {LETTER: "[A-Za-z]", DIGIT: "[0-9]", MARK: f"[{SIGN}]", QUOTE: "'", SPACE: " ", LINE: "\n"}
@@ -42,7 +42,7 @@ CLASSES = bytes(
 ) + bytes([TEXT])
 ALWAYS, AFTER_VISIBLE = 1, 2
 EDGES = bytearray(256)
-"""By 8 * class + class of two bytes: does a chunk end between them, always or if a visible byte is before?"""
+"""8 * class + class of two bytes -> ALWAYS or AFTER_VISIBLE if a chunk ends between them, else 0."""
 for _class in range(8):
     EDGES[8 * _class + TEXT] = EDGES[8 * TEXT + _class] = ALWAYS
 for _class in (LETTER, DIGIT, MARK, QUOTE):
@@ -52,14 +52,14 @@ for _class in (LETTER, DIGIT):
 EDGES[8 * LINE + LETTER] = AFTER_VISIBLE
 WORD = re.compile(" [A-Za-z]+")
 CROSSING = re.compile(rf"[ \n]|[A-Za-z0-9][{SIGN}]")
-"""In an added token: where a chunk may end."""
+"""Possible end of a chunk in an added token."""
 KEY_BYTES = 15
 LENGTH, SIZE = 64, 1 << 18
-"""Letters of the longest chunk that is kept, and chunks that are kept, about 40 MB; then it begins anew."""
+"""Letters of the longest cached chunk, and cached chunks, about 40 MB, after which the cache is cleared."""
 ROWS_BITS = 19
-"""Of the table, half full at most."""
+"""The table has 1 << ROWS_BITS rows and is at most half full."""
 BATCH = 1 << 18
-"""Letters of texts that are encoded together: of more, the arrays leave a core's cache."""
+"""Letters of texts that are encoded together, so that the arrays fit a core's cache."""
 _LOW_BYTES: Bits = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n bytes
 
 _GPT4 = (
@@ -74,7 +74,7 @@ PATTERNS = {
     rf"{_BEGIN}{_UPPER}*{_LOWER}+{_END}|{_BEGIN}{_UPPER}+{_LOWER}*{_END}|\p{{N}}{{1,3}}"  # GPT-4o, Llama 4
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""Patterns of words that never match across the end of a chunk."""
+"""Word patterns that never match across the end of a chunk."""
 BERT = {"type": "BertPreTokenizer"}
 
 
@@ -87,8 +87,8 @@ class EncodingCache:
 
     def _clear(self) -> None:
         self._table = np.zeros((1 << ROWS_BITS, 4), np.uint64)
-        """Keys, two numbers each, and places: each in the first free row from its hash's on."""
-        self._long = dict[str, Place]()
+        """Rows of a key, two numbers, and a span: each in the first free row from its hash on."""
+        self._long = dict[str, TokenSpan]()
         self._size, self._ids = 0, array("I")
         self._insert([END], [(0, 0)])
 
@@ -111,56 +111,57 @@ class EncodingCache:
         entries = np.take(self._table, self._rows(low, high), axis=0)
         begins, counts = entries[:, 2:].astype(np.int64).T
         missing = np.flatnonzero((entries[:, 1] != high) | (ends - starts > KEY_BYTES))
-        kept = len(self._ids)
+        num_kept = len(self._ids)
         if len(missing):
             spans = zip(starts[missing].tolist(), ends[missing].tolist(), strict=True)
-            places, kept = self._places([content[begin:end].decode() for begin, end in spans])
+            places, num_kept = self._places([content[begin:end].decode() for begin, end in spans])
             begins[missing], counts[missing] = np.array(places).T
-        after = np.cumsum(counts)
-        at = np.arange(counts.sum()) + np.repeat(begins - (after - counts), counts)
-        ids = np.frombuffer(self._ids, np.uint32)[at] if len(at) else np.empty(0, np.uint32)
-        del self._ids[kept:]
+        ends_of_chunks = np.cumsum(counts)
+        positions = np.arange(counts.sum()) + np.repeat(begins - (ends_of_chunks - counts), counts)
+        ids = np.frombuffer(self._ids, np.uint32)[positions] if len(positions) else np.empty(0, np.uint32)
+        del self._ids[num_kept:]
         is_end = np.frombuffer(content, np.uint8)[starts] == END[0]
-        bounds = [0, *after[is_end].tolist()]
+        bounds = [0, *ends_of_chunks[is_end].tolist()]
         return [array("I", ids[begin:end].tobytes()) for begin, end in pairwise(bounds)]
 
-    def _places(self, chunks: list[str]) -> tuple[list[Place], int]:
-        """Return the places of chunks that the table lacks, and the number of tokens to keep.
+    def _places(self, chunks: list[str]) -> tuple[list[TokenSpan], int]:
+        """Return the spans of chunks that the table lacks, and the number of tokens to keep.
 
-        New chunks are encoded, and kept if they are short.
+        New chunks are encoded, and cached if they are short.
         """
-        fresh, short, encoded = dict[str, Place](), dict[bytes, Place](), dict[str, bytes]()
-        if unknown := set(chunks) - self._long.keys():
+        new_spans, short_chunks = dict[str, TokenSpan](), dict[bytes, TokenSpan]()
+        encoded = dict[str, bytes]()
+        if new_chunks := set(chunks) - self._long.keys():
             # The library takes half as long for one text of words. Commas between them are chunks of one
-            # token each, which no word holds; where that is not so, as in a vocabulary without a comma, the
-            # counts differ.
-            words = [chunk for chunk in unknown if WORD.fullmatch(chunk)]
+            # token each, which no word contains; otherwise, as for a vocabulary without a comma, the counts
+            # differ and the words are encoded singly.
+            words = [chunk for chunk in new_chunks if WORD.fullmatch(chunk)]
             joined, comma = map(np.asarray, self._encode([",".join(words), ","]))
             ends = np.append(np.flatnonzero(joined == comma[0]), len(joined)) if len(comma) == 1 else comma
             if len(ends) != len(words):
                 words, ends = [], ends[:0]
             spans = zip(words, np.append(0, ends + 1).tolist(), ends.tolist(), strict=False)
             encoded = {word: joined[begin:end].tobytes() for word, begin, end in spans}
-            others = [chunk for chunk in unknown if chunk not in encoded]
-            encoded |= zip(others, (ids.tobytes() for ids in self._encode(others)), strict=True)
-        kept = len(self._ids)
+            other_chunks = [chunk for chunk in new_chunks if chunk not in encoded]
+            encoded |= zip(other_chunks, (ids.tobytes() for ids in self._encode(other_chunks)), strict=True)
+        num_kept = len(self._ids)
         for chunk, ids in sorted(encoded.items(), key=lambda item: len(item[0]) > LENGTH):
-            fresh[chunk] = len(self._ids), len(ids) // 4
+            new_spans[chunk] = len(self._ids), len(ids) // 4
             self._ids.frombytes(ids)
-            if len(chunk) > LENGTH or self._size + len(short) >= SIZE:
+            if len(chunk) > LENGTH or self._size + len(short_chunks) >= SIZE:
                 continue
-            kept = len(self._ids)
+            num_kept = len(self._ids)
             if len(content := chunk.encode()) <= KEY_BYTES:
-                short[content] = fresh[chunk]
+                short_chunks[content] = new_spans[chunk]
             else:
-                self._long[chunk] = fresh[chunk]
+                self._long[chunk] = new_spans[chunk]
                 self._size += 1
-        places = [fresh[chunk] if chunk in fresh else self._long[chunk] for chunk in chunks]
-        self._insert(list(short), list(short.values()))
-        return places, kept
+        places = [new_spans[chunk] if chunk in new_spans else self._long[chunk] for chunk in chunks]
+        self._insert(list(short_chunks), list(short_chunks.values()))
+        return places, num_kept
 
-    def _insert(self, chunks: list[bytes], places: list[Place]) -> None:
-        """Put new chunks of up to KEY_BYTES into the table."""
+    def _insert(self, chunks: list[bytes], places: list[TokenSpan]) -> None:
+        """Insert new chunks of up to KEY_BYTES into the table."""
         lengths = np.array([len(chunk) for chunk in chunks], np.int64)
         ends = np.cumsum(lengths)
         keys = chunk_keys(b"".join(chunks), ends - lengths, ends)
@@ -168,38 +169,38 @@ class EncodingCache:
         while len(entries):
             rows, first = np.unique(self._rows(entries[:, 0], entries[:, 1]), return_index=True)
             self._table[rows] = entries[first]
-            entries = np.delete(entries, first, axis=0)  # the others found a row that is taken now
+            entries = np.delete(entries, first, axis=0)  # other entries of a row that is now taken
         self._size += len(chunks)
 
     def _rows(self, low: Bits, high: Bits) -> Numbers:
-        """Return the row of each key, or the free one where it belongs: int64 [n]."""
+        """Return the row of each key, or the free row for it: int64 [n]."""
         rows = (mix(low + high * np.uint64(GOLDEN)) >> np.uint64(64 - ROWS_BITS)).astype(np.int64)
-        left = np.arange(len(rows))
-        while len(left):
-            entries = np.take(self._table, rows[left], axis=0)
-            is_other = (entries[:, 0] != low[left]) | (entries[:, 1] != high[left])
-            left = left[is_other & (entries[:, 1] != 0)]
-            rows[left] = (rows[left] + 1) % len(self._table)
+        pending = np.arange(len(rows))
+        while len(pending):
+            entries = np.take(self._table, rows[pending], axis=0)
+            is_other = (entries[:, 0] != low[pending]) | (entries[:, 1] != high[pending])
+            pending = pending[is_other & (entries[:, 1] != 0)]
+            rows[pending] = (rows[pending] + 1) % len(self._table)
         return rows
 
 
 def chunk_starts(content: bytes) -> Numbers:
-    """Starts of the chunks: int64 [n]."""
+    """Return the starts of the chunks: int64 [n]."""
     if not content:
         return np.empty(0, np.int64)
     classes = np.frombuffer(content.translate(CLASSES), np.uint8)
     pairs = classes[:-1] * np.uint8(8) + classes[1:]
     edges = np.frombuffer(pairs.tobytes().translate(EDGES), np.uint8)
     ends = np.flatnonzero(edges != 0)  # the last byte of each chunk
-    before = classes[ends - 1]
-    is_visible = (before >= LETTER) & (before <= QUOTE)
+    preceding = classes[ends - 1]
+    is_visible = (preceding >= LETTER) & (preceding <= QUOTE)
     return np.append(0, ends[(edges[ends] == ALWAYS) | is_visible] + 1)
 
 
 def chunk_keys(content: bytes, starts: Numbers, ends: Numbers) -> tuple[Bits, Bits]:
-    """Keys of chunks of up to KEY_BYTES: their first eight bytes, and seven more with their number, [n] each.
+    """Return the keys of chunks: their first eight bytes, and seven more with the number of bytes, [n] each.
 
-    Longer chunks may share a key.
+    Chunks of more than KEY_BYTES may share a key.
     """
     lengths, padded = ends - starts, content + bytes(16)
     eights: Bits = np.ndarray(len(content) + 9, "<u8", padded, strides=(1,))  # [i]: bytes i to i + 8
@@ -209,17 +210,17 @@ def chunk_keys(content: bytes, starts: Numbers, ends: Numbers) -> tuple[Bits, Bi
 
 
 def is_cacheable(content: dict[str, Any]) -> bool:
-    """True if the words of a tokenizer.json never reach across the end of a chunk, for any text."""
+    """True if the words of a tokenizer.json never extend over the end of a chunk, for any text."""
     normalizer = (content["normalizer"] or {}).get("type")
     splitter = content["pre_tokenizer"] or {"type": None}
-    # BertNormalizer makes spaces of line ends, which BERT's splitter takes alike; NFC composes `<` and
-    # U+0338 into a letter that BERT's splitter does not split at
+    # BertNormalizer replaces line ends by spaces, which BERT's splitter treats alike; NFC composes `<` and
+    # U+0338 to a letter at which BERT's splitter does not split.
     normalizers = (None, "BertNormalizer" if splitter == BERT else "NFC")
     if content["model"].get("type") not in ("BPE", "WordPiece") or normalizer not in normalizers:
         return False
-    # An added token must be found in a chunk where it is found in the whole text, and nowhere else. The
-    # library passes over special tokens, and over others that begin in one. A normaliser may make ASCII of
-    # other letters, which a chunk may end in.
+    # An added token must be found in a chunk exactly where it is found in the full text. The library skips
+    # special tokens, and others that begin in one. A normaliser may turn other letters into ASCII, in which a
+    # chunk may end.
     added = content["added_tokens"]
     special = set("".join(token["content"] for token in added if token["special"]))
     for token in added:
@@ -229,11 +230,11 @@ def is_cacheable(content: dict[str, Any]) -> bool:
         if not is_inside and not token["special"]:
             return False
     steps = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
-    rest = [step for step in steps if step["type"] != "Digits"]
-    if [step["type"] for step in rest] == ["Split", "ByteLevel"]:
-        split, last = rest
+    word_steps = [step for step in steps if step["type"] != "Digits"]
+    if [step["type"] for step in word_steps] == ["Split", "ByteLevel"]:
+        split, last = word_steps
         is_known = split["pattern"].get("Regex") in PATTERNS and split["behavior"] == "Isolated"
         return is_known and not split["invert"] and not last["use_regex"] and not last["add_prefix_space"]
-    if [step["type"] for step in rest] == ["ByteLevel"]:
-        return bool(rest[0]["use_regex"]) and not rest[0]["add_prefix_space"]
+    if [step["type"] for step in word_steps] == ["ByteLevel"]:
+        return bool(word_steps[0]["use_regex"]) and not word_steps[0]["add_prefix_space"]
     return steps == [BERT]

@@ -1,4 +1,4 @@
-"""Sample orders of epochs: shuffles that depend on no machine, and a cache that processes share."""
+"""Sample orders of epochs: shuffles that are equal on all machines, and a cache that processes share."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import single_builder
 
 CACHE_FROM = 1 << 20
-"""Documents plus windows of an epoch from which its order is worth a file."""
+"""Documents plus windows of an epoch from which its order is cached in a file."""
 
 Ids = NDArray[np.int64]
 Order = TypeVar("Order")
@@ -24,30 +24,30 @@ Order = TypeVar("Order")
 class EpochCache(Generic[Order]):
     """Orders of epochs: the last two in memory, large ones also in files that all processes map.
 
-    The files are only an optimisation: damaged ones are rebuilt, a folder that cannot be written is done
-    without, and of several processes one builds.
+    The files are optional: damaged ones are rebuilt, a read-only folder is ignored, and of several processes
+    one builds.
     """
 
     build: Callable[[int], Order]
-    """Makes the order of an epoch."""
+    """Compute the order of an epoch."""
     pack: Callable[[Order], Ids]
-    """The order as one array, int64 [n]."""
+    """Return the order as one array, int64 [n]."""
     unpack: Callable[[int, Ids], Order | None]
-    """The order of an epoch from that array; None if the array is not of this epoch."""
+    """Return the order of an epoch from that array; None if the array is of another epoch."""
     folder: Path | None
-    """The folder of the files; None: nowhere."""
+    """Folder of the files; None for no files."""
     name: str
-    """Beginning of the files' names."""
+    """Prefix of the files' names."""
     key: Callable[[], str]
-    """Everything the order is a function of but the epoch, in words; called when a file is needed."""
+    """Return everything except the epoch that determines the order; called when a file is needed."""
 
     def __post_init__(self) -> None:
         self._epochs: dict[int, Order] = {}
 
     def get(self, epoch: int, *, is_large: bool) -> Order:
-        """The order of an epoch: from memory, if `is_large` from a file, or built."""
+        """Return the order of an epoch: from memory, if `is_large` from a file, else computed."""
         if epoch not in self._epochs:
-            while len(self._epochs) >= 2:  # two overlap where one runs into the next
+            while len(self._epochs) >= 2:  # batches may span two epochs
                 self._epochs.pop(next(iter(self._epochs)), None)
             if self.folder is not None and is_large:
                 self._epochs[epoch] = self._load_or_build(self.folder, epoch)
@@ -72,22 +72,22 @@ class EpochCache(Generic[Order]):
             try:
                 save_checked(path, self.pack(built))
             except OSError:
-                return built  # a read-only or full disk costs time at the next start, nothing else
+                return built  # a read-only or full disk only costs time at the next start
             mapped = load()  # its arrays are shared by all processes
             return built if mapped is None else mapped
 
 
 def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:
-    """A shuffle of 0 … n-1, int64 [n], the same on every machine and under every NumPy release.
+    """Return a shuffle of 0 … n-1, int64 [n], equal on every machine and with every NumPy release.
 
-    NumPy promises that for a bit generator's raw output but not for Generator.permutation, so the raw
-    numbers are sorted. `head` gives the first entries alone, for less work.
+    NumPy guarantees that for the raw output of a bit generator but not for Generator.permutation, so the raw
+    numbers are sorted. `head` returns only the first entries, with less work.
     """
     raw = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream])).random_raw(n)
     if head is None or head >= n:
         return np.argsort(raw, kind="stable")
-    chosen = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
-    return chosen[np.argsort(raw[chosen], kind="stable")][:head]
+    smallest = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
+    return smallest[np.argsort(raw[smallest], kind="stable")][:head]
 
 
 def save_checked(path: Path, values: NDArray[Any]) -> None:
@@ -101,13 +101,13 @@ def save_checked(path: Path, values: NDArray[Any]) -> None:
 
 
 def load_checked(path: Path) -> Ids | None:
-    """The mapped array of a file that `save_checked` wrote, or None if it is absent or damaged."""
+    """Return the mapped array of a file that `save_checked` wrote; None if it is absent or damaged."""
     try:
         values = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)  # rejects objects, so no pickle
         with open(path, "rb") as f:
             f.seek(-8, os.SEEK_END)
             digest = f.read()
-    except Exception:  # NumPy's reader of headers raises half a dozen types on a damaged one
+    except Exception:  # NumPy raises half a dozen types for a damaged header
         return None
     is_valid = values.ndim == 1 and values.dtype == np.int64
     return values if is_valid and xxhash.xxh3_64(values.data).digest() == digest else None

@@ -15,8 +15,11 @@ WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
 def corpus(data: DataConfig) -> Problem | None:
-    """The training corpus: data.train, or train below data.path. blend_checks.py looks at data.blend."""
-    # its tokenizer is read beside data.train and for synthetic data too
+    """Return the problem of the training corpus, data.train or train below data.path, or None.
+
+    blend_checks.py checks data.blend.
+    """
+    # The tokenizer of data.path is read with data.train and for synthetic data too.
     if is_stored(data.path) and (problem := cache_problem(data, "data.path")):
         return problem
     if data.kind != "indexed" or data.blend:
@@ -41,9 +44,9 @@ def corpus(data: DataConfig) -> Problem | None:
 
 
 def training_prefix(data: DataConfig, path: str | None = None) -> Path:
-    """Prefix of the training .bin/.idx that a path, or data.path, names: `train` in a folder, or itself.
+    """Return the prefix of the training .bin/.idx at `path`, or data.path: `train` in a folder, or itself.
 
-    Of a corpus in a store it is that of its local copy, which is made. Raises UserError, OSError.
+    A corpus in a store is copied locally first. Raises UserError, OSError.
     """
     path = path or data.path
     assert path is not None
@@ -55,7 +58,7 @@ def training_prefix(data: DataConfig, path: str | None = None) -> Path:
 
 
 def pair_prefix(data: DataConfig, key: str, path: str) -> Path:
-    """As `training_prefix`, of a key that takes the prefix of a pair alone."""
+    """Like `training_prefix`, for a key whose value must be the prefix of a pair."""
     if not is_stored(path):
         return Path(path)
     if (prefix := training_prefix(data, path)).name == path.rpartition("/")[2]:
@@ -64,7 +67,7 @@ def pair_prefix(data: DataConfig, key: str, path: str) -> Path:
 
 
 def cache_problem(data: DataConfig, key: str) -> Problem | None:
-    """The problem of a corpus in a store that no local folder is given for."""
+    """Return the problem of a corpus in a store without a local folder, or None."""
     if data.cache is not None:
         return None
     problem = "data.cache is not set: a corpus in a store is read by way of a local folder"
@@ -72,12 +75,12 @@ def cache_problem(data: DataConfig, key: str) -> Problem | None:
 
 
 def stored_or_indexed(data: DataConfig, key: str, prefix: str | None) -> Problem | None:
-    """As `indexed`, of a key that takes a URL too."""
+    """Like `indexed`, for a key that accepts a URL too."""
     return cache_problem(data, key) if is_stored(prefix) else indexed(key, prefix)
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:
-    """data.validation and data.tokenizer, where they are given."""
+    """Return the problem of data.validation or data.tokenizer, or None."""
     if data.kind != "indexed":
         return None
     problem = stored_or_indexed(data, "data.validation", data.validation)
@@ -130,7 +133,7 @@ def checkpoint(path: str | None) -> Problem | None:
 
 
 def model(path: str | None) -> Problem | None:
-    """A checkpoint or run folder, a model folder of `transformers`, or an id of the Hub."""
+    """Return the problem of a path other than a run, a checkpoint, a model folder or an id of the Hub."""
     if path is not None and Path(path).is_dir():
         return _megatron_problem(path)
     if path is None or hub_id(path):
@@ -145,7 +148,7 @@ def model(path: str | None) -> Problem | None:
 
 
 def _megatron_problem(folder: str) -> Problem | None:
-    # files and folders that only Megatron-LM's checkpoint folders hold
+    # Only checkpoint folders of Megatron-LM contain these files and folders.
     names = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
     if not any(next(Path(folder).glob(name), None) for name in names):
         return None
@@ -154,9 +157,10 @@ def _megatron_problem(folder: str) -> Problem | None:
 
 
 def hub_id(path: str) -> str | None:
-    """The id of a model on the Hub, or None.
+    """Return the id of a model on the Hub, or None for a path.
 
-    Behind hub:, or OWNER/NAME where OWNER is neither a folder here nor runs: a misspelled path stays one.
+    An id begins with hub:, or is OWNER/NAME where OWNER is neither an existing folder nor "runs", so that a
+    misspelled path is not taken for an id.
     """
     name = path.removeprefix(HUB)
     if not HUB_NAME.fullmatch(name):

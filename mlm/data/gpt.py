@@ -1,14 +1,14 @@
 """GPT samples: windows of seq_length + 1 tokens over shuffled documents, in shuffled order.
 
-One pass over the corpus is an epoch. Each epoch's documents are shuffled separately and concatenated, epoch
-after epoch; window k covers tokens k * S to k * S + S of that endless stream (neighbours share one
-token), belongs to the epoch it starts in, and is served in an order shuffled within that epoch. So
+One pass over the corpus is an epoch. The documents of each epoch are shuffled separately, and the epochs are
+concatenated to an endless stream. Window k covers tokens k * S to k * S + S of it (neighbours share one
+token), belongs to the epoch in which it starts, and is read in an order shuffled within that epoch. So
 
-- every token is predicted exactly once per epoch, also those where one epoch runs into the next;
-- the order within an epoch depends on (lengths of the corpus, seq_length, seed, epoch) alone: sample i is the
-  same whatever num_samples is, and a run whose steps are raised on resume repeats and skips nothing.
+- every token is predicted exactly once per epoch, also at the border of two epochs;
+- the order within an epoch depends on (lengths of the corpus, seq_length, seed, epoch) alone: sample i does
+  not depend on num_samples, and a run with more steps on resume repeats and skips nothing.
 
-Megatron-LM treats only its last epoch apart (its separate-last-epoch rule); here every epoch is apart.
+Megatron-LM separates only its last epoch (the separate-last-epoch rule); here every epoch is separate.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,8 @@ class Epoch:
 class GPTDataset:
     """Training windows of a corpus. Sample ids range from 0 to num_samples.
 
-    `cache_dir` keeps the order of large epochs (None: nowhere); see EpochCache.
-
-    Raises UserError when the corpus is shorter than one window.
+    `cache_dir` holds the order of large epochs, if any; see EpochCache. Raises UserError if the corpus is
+    shorter than one window.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class GPTDataset:
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
-        # window k starts in epoch floor(k * S / T), and the samples of an epoch are its windows
+        # Window k starts in epoch floor(k * S / T); the samples of an epoch are its windows.
         width, total = samples.shape[1], self.indexed.num_tokens
         epochs, block = ids * self.seq_length // total, max(1, BLOCK // width)
         for number in np.unique(epochs).tolist():
@@ -98,8 +97,8 @@ class GPTDataset:
             (in_epoch,) = np.nonzero(epochs == number)
             for rows in np.split(in_epoch, range(block, len(in_epoch), block)):
                 begins = (first + epoch.windows[ids[rows] - first]) * self.seq_length - number * total
-                # Windows are split into pieces at document ends. The first document that ends after a token
-                # holds it: those without tokens are passed over.
+                # Windows are split into pieces at document ends. A token is in the first document that ends
+                # after it, which skips empty documents.
                 head = np.searchsorted(epoch.ends, begins, side="right")  # of each window's first token
                 tail = np.searchsorted(epoch.ends, begins + width - 1, side="right")  # … and of its last
                 count = tail - head + 1  # pieces per window
@@ -109,7 +108,7 @@ class GPTDataset:
                 document_begin = np.where(document > 0, epoch.ends[document - 1], 0)
                 begin = np.maximum(document_begin, window_begin)
                 length = np.minimum(epoch.ends[document], window_begin + width) - begin
-                # from positions in the epoch to those in the .bin
+                # Convert positions in the epoch to positions in the .bin.
                 begin += self.indexed.document_starts[epoch.documents[document]] - document_begin
                 ends = np.cumsum(length)  # of the pieces, in these samples
                 positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
@@ -128,7 +127,7 @@ class GPTDataset:
         count, head = self.indexed.num_documents, 1024
         lengths = np.diff(self.indexed.document_starts)
         documents = permutation(count, self.seed, number, stream=0)
-        # the first documents of the next epoch, into whose S first tokens this one extends
+        # The first documents of the next epoch: the last windows extend into its first S tokens.
         following = permutation(count, self.seed, number + 1, stream=0, head=head)
         while lengths[following].sum() < self.seq_length:
             head *= 16
@@ -151,10 +150,10 @@ class GPTDataset:
 
 
 class EvalWindows:
-    """Consecutive windows over the whole corpus in its own order, for scoring every token exactly once.
+    """Consecutive windows over a corpus in its stored order, which score every token exactly once.
 
-    Window k covers tokens k * S to k * S + S; the last is padded with IGNORE_INDEX. The corpus's very first
-    token has no context and is not predicted: num_tokens - 1 are. Raises UserError for a one-token corpus.
+    Window k covers tokens k * S to k * S + S; the last is padded with IGNORE_INDEX. The first token of the
+    corpus has no context: num_tokens - 1 are predicted. Raises UserError for a one-token corpus.
     """
 
     def __init__(self, indexed: IndexedDataset, *, seq_length: int) -> None:
@@ -166,7 +165,7 @@ class EvalWindows:
         return -(-(self.indexed.num_tokens - 1) // self.seq_length)
 
     def gather(self, window_ids: ArrayLike) -> Ids:
-        """Windows in bulk: int64 [n, seq_length + 1], IGNORE_INDEX past the end of the corpus."""
+        """Return windows in bulk: int64 [n, seq_length + 1], IGNORE_INDEX past the end of the corpus."""
         ids = np.asarray(window_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "window id out of range"
         positions = ids[:, None] * self.seq_length + np.arange(self.seq_length + 1)

@@ -79,13 +79,13 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 class IndexedDataset:
-    """A memory-mapped corpus, or one in a store. Opening it runs all cheap checks; reading copies nothing.
+    """A memory-mapped corpus, or one in a store. Opening runs all cheap checks; reading does not copy.
 
     Attributes:
         lengths           i32 [num_sequences]       tokens per sequence
         pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
-        tokens            [num_tokens]              the whole .bin, or StoredTokens
+        tokens            [num_tokens]              the full .bin, or StoredTokens
 
     An empty corpus is an error unless `allow_empty`: shards of a build may be empty.
 
@@ -141,7 +141,7 @@ class IndexedDataset:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the index: the sample order is a function of the lengths it holds."""
+        """Digest of the index, whose lengths determine the sample order."""
         return digest_file(self.idx_path)
 
     @cached_property
@@ -149,18 +149,18 @@ class IndexedDataset:
         return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
 
     def tokens_digest(self) -> str:
-        """Digest of the whole .bin. Raises OSError, UserError."""
+        """Return the digest of the full .bin. Raises OSError, UserError."""
         return digest_file(self.bin_path) if self.stored is None else self.stored.digest()
 
     def sampled_digest(self) -> str:
-        """Digest of the tokens in bounded time (`files.sampled_digest`). Raises OSError, UserError."""
+        """Return a digest of samples of the tokens (`files.sampled_digest`). Raises OSError, UserError."""
         return sampled_digest(self.bin_path) if self.stored is None else self.stored.sampled_digest()
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
         """First token of each document, then num_tokens: i64 [num_documents + 1]."""
         starts = np.full(self.num_documents + 1, self.num_tokens, dtype=np.int64)
-        inside = self.document_indices < self.num_sequences  # not so at the end, without a sequence
+        inside = self.document_indices < self.num_sequences  # empty documents at the end have no sequence
         starts[inside] = self.pointers[self.document_indices[inside]] // self.dtype.itemsize
         return starts
 
@@ -176,10 +176,7 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def max_token(self) -> int:
-        """Return the largest token id. Reads the whole .bin in constant memory.
-
-        Raises CorruptFileError on a negative id.
-        """
+        """Return the largest token id; reads the full .bin. Raises CorruptFileError for a negative id."""
         largest = 0
         for start in range(0, self.num_tokens, CHUNK):
             chunk = self.tokens[start : start + CHUNK]
@@ -191,7 +188,7 @@ class IndexedDataset:
     def _check_index(self) -> int:
         """Return the number of tokens. Raises CorruptFileError if the index is damaged.
 
-        Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences.
+        Pointers must match the lengths, and document boundaries ascend from 0 to num_sequences.
         """
         problem, expected = None, 0
         for start in range(0, self.num_sequences, CHUNK):
@@ -212,9 +209,9 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writer of a corpus, document by document; both files appear if the `with` block succeeds, or neither.
+    """Writer of a corpus, document by document; both files appear if the `with` block succeeds, else none.
 
-    Memory stays constant: until then the index is in files next to the corpus. Raises OSError.
+    Memory is constant: until then the index is in temporary files. Raises OSError.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
@@ -244,7 +241,7 @@ class IndexedWriter:
     def add_document(
         self, tokens: Sequence[int] | NDArray[Any], lengths: Sequence[int] | NDArray[Any] | None = None
     ) -> None:
-        """Append one document: one sequence, or as many as `lengths` (tokens of each) divide it into.
+        """Append one document: one sequence, or several of `lengths` tokens.
 
         Raises ValueError if a token id does not fit the dtype.
         """
@@ -266,20 +263,20 @@ class IndexedWriter:
         self.num_documents += 1
         self.num_tokens += count
 
-    def append(self, other: IndexedDataset, begin: int = 0, end: int | None = None) -> None:
+    def append(self, corpus: IndexedDataset, begin: int = 0, end: int | None = None) -> None:
         """Append documents begin … end - 1 of another corpus of the same dtype, by default all.
 
         The kernel copies the tokens, by reference where it can. Raises CorruptFileError.
         """
-        assert other.dtype == self.dtype, f"{other.dtype} tokens do not go into a file of {self.dtype}"
-        end, size = other.num_documents if end is None else end, self.dtype.itemsize
-        first, last = other.document_indices[[begin, end]].tolist()
-        token, num_tokens = other.first_token(begin), other.first_token(end) - other.first_token(begin)
-        copy_bytes(other.bin_path, self._bin, num_tokens * size, begin=token * size)
+        assert corpus.dtype == self.dtype, f"{corpus.dtype} tokens do not go into a file of {self.dtype}"
+        end, size = corpus.num_documents if end is None else end, self.dtype.itemsize
+        first, last = corpus.document_indices[[begin, end]].tolist()
+        token, num_tokens = corpus.first_token(begin), corpus.first_token(end) - corpus.first_token(begin)
+        copy_bytes(corpus.bin_path, self._bin, num_tokens * size, begin=token * size)
         for start in range(first, last, CHUNK):
-            self._lengths.write(other.lengths[start : min(start + CHUNK, last)].tobytes())
+            self._lengths.write(corpus.lengths[start : min(start + CHUNK, last)].tobytes())
         for start in range(begin + 1, end + 1, CHUNK):
-            boundaries = other.document_indices[start : min(start + CHUNK, end + 1)]
+            boundaries = corpus.document_indices[start : min(start + CHUNK, end + 1)]
             self._documents.write((boundaries + (self.num_sequences - first)).astype("<i8").tobytes())
         self.num_documents += end - begin
         self.num_sequences += last - first
@@ -304,7 +301,7 @@ class IndexedWriter:
                 copy_bytes(self._partial[".documents"], f, POSITION.size * (self.num_documents + 1))
                 sync(f)
             sync(self._bin)
-            # An .idx vouches for its .bin: the old one is removed first and the new one written last.
+            # An .idx declares its .bin complete: the old one is removed first and the new one written last.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial[".bin"], bin_path(self.prefix))
             os.replace(self._partial[".idx"], idx_path(self.prefix))

@@ -21,7 +21,7 @@ from mlm.util.files import (
 
 RECEIPT = "corpus.json"
 MARKER = ".building"
-"""In a corpus folder while a build runs or after it was killed: its files may be replaced."""
+"""Marker in a corpus folder whose build runs or was killed: its files may be replaced."""
 REJECTED = "rejected.jsonl"
 INPUTS = "corpus-inputs.jsonl"
 Receipt = dict[str, Any]
@@ -82,7 +82,7 @@ def file_entry(path: Path) -> Receipt:
 
 
 def damaged_file(folder: Path, receipt: Receipt) -> str | None:
-    """Return the first file that differs from the receipt, None if none does. Reads files whole."""
+    """Return the first file that differs from the receipt, or None. Reads all files in full."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.get("bytes") or file_entry(path) != entry:
@@ -93,8 +93,8 @@ def damaged_file(folder: Path, receipt: Receipt) -> str | None:
 def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:
     """Return problems that would stop training on a corpus, one line each with its fix.
 
-    `min_samples` is a global batch. The vocabulary is the corpus's receipt's; without one the
-    tokens are scanned for their largest id.
+    `min_samples` is a global batch. The vocabulary size is in the receipt; without one the tokens are scanned
+    for the largest id.
     """
     if problem := incomplete_problem(prefix):
         return [problem]
@@ -122,7 +122,7 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
 
 
 def incomplete_problem(prefix: str | Path) -> str | None:
-    """Report a folder in which a build, merge or split was interrupted."""
+    """Return the problem of a folder in which a build, merge or split was interrupted, or None."""
     folder = Path(prefix).parent
     if (folder / MARKER).exists():
         return f"{folder} is incomplete: run the command again that was interrupted there"
@@ -130,9 +130,9 @@ def incomplete_problem(prefix: str | Path) -> str | None:
 
 
 def content_problem(indexed: IndexedDataset) -> str | None:
-    """Report tokens that differ from the receipt; None if they agree, or without a digest.
+    """Return the problem of tokens that differ from the receipt; None if equal, or without a digest.
 
-    Files up to 64 MiB are read whole, of larger ones 64 samples; `mlm data verify` reads every byte.
+    Files up to 64 MiB are read in full, of larger ones 64 samples; `mlm data verify` reads every byte.
     """
     path = indexed.bin_path
     try:
@@ -155,19 +155,19 @@ def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
         receipt = read_receipt(indexed.prefix.parent)
         entry = (receipt or {}).get("files", {}).get(bin_path(indexed.prefix).name)
         if receipt is None or entry is None:
-            needed, witness = indexed.max_token() + 1, f"{indexed.bin_path} holds the token id"
+            needed, subject = indexed.max_token() + 1, f"{indexed.bin_path} holds the token id"
         else:
             if entry.get("bytes") != indexed.bin_bytes:
                 return (
                     f"{indexed.bin_path} is not the file {RECEIPT} beside it describes: write the corpus "
                     f"again with `mlm data build`, or set data.path to another"
                 )
-            needed, witness = receipt["vocab_size"], f"{indexed.bin_path} was written with token ids up to"
+            needed, subject = receipt["vocab_size"], f"{indexed.bin_path} was written with token ids up to"
     except UserError as error:
         return str(error)
     if needed <= vocab_size:
         return None
     return (
-        f"{witness} {needed - 1}, model.vocab_size={vocab_size} ends at {vocab_size - 1}: set "
+        f"{subject} {needed - 1}, model.vocab_size={vocab_size} ends at {vocab_size - 1}: set "
         f"model.vocab_size={needed}, or set data.path to a corpus of another tokenizer"
     )

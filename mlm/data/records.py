@@ -1,4 +1,4 @@
-"""Records of files and of data sets of the Hub: a dict by column, with its location. Nothing is executed."""
+"""Records of files and of datasets of the Hub: a dict by column, with its location. Nothing is executed."""
 
 import csv
 import json
@@ -36,14 +36,14 @@ BOM = b"\xef\xbb\xbf"
 
 
 def form_of(file: Path) -> str:
-    """Return the suffix of a file that says its form: .jsonl of a.jsonl.gz."""
+    """Return the suffix of a file that shows its format: .jsonl for a.jsonl.gz."""
     name = Path(file.name.lower())
     form = Path(name.stem).suffix if name.suffix in PACKED else name.suffix
     return "" if form == ".parquet" != name.suffix else form
 
 
 def read_records(file: Path) -> Iterator[Located]:
-    """Yield the records of a file of SUFFIXES, packed or not. Raises UserError, CorruptFileError."""
+    """Yield the records of a file of SUFFIXES, compressed or not. Raises UserError, CorruptFileError."""
     form = form_of(file)
     if form not in SUFFIXES:
         forms = f"{', '.join(SUFFIXES)} file, or one packed as {', '.join(PACKED)}"
@@ -61,7 +61,7 @@ def read_records(file: Path) -> Iterator[Located]:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to read what it holds. Raises OSError, UserError, CorruptFileError."""
+    """Open a file and decompress it. Raises OSError, UserError, CorruptFileError."""
     is_packed = file.suffix.lower() in PACKED
     try:
         with BufferedReader(BlockReader(blocks(str(file)))) if is_packed else open_input(file) as f:
@@ -87,7 +87,7 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
 
 
 def is_json_lines(file: Path) -> bool:
-    """True if a .json file holds an object in its first line, and more below: a record in each line.
+    """True if a .json file has an object in its first line, and more lines: a record in each line.
 
     Raises OSError, UserError, CorruptFileError.
     """
@@ -137,19 +137,19 @@ def _table_records(file: Path, form: str) -> Iterator[Located]:
                     problem = f"has {len(row[None])} more cells than the first line names"
                     raise UserError(f"{file}:{reader.line_num}: {problem}: quote its text, or fix it")
                 yield f"{file}:{reader.line_num}", dict(row)
-        # the inner reader counts the lines of the row that it is in
+        # The inner reader also counts the lines of the current row.
         except csv.Error as error:
             location = f"{file}:{reader.reader.line_num}"
             raise UserError(f"{location}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
-            # a block of text is decoded at once, from the line on that follows the last one read
+            # Text is decoded in blocks, from the line after the last one that was read.
             line = reader.reader.line_num + 1 + error.object.count(b"\n", 0, error.start)
             raise UserError(f"{file}:{line}: is {decode_problem(error)}; save it as UTF-8") from error
 
 
 def check_names(file: Path, names: Sequence[str]) -> None:
-    if twice := [name for name in names if list(names).count(name) > 1]:
-        raise UserError(f"{file}: has two columns '{one_line(twice[0])[:40]}': rename one, or delete it")
+    if duplicates := [name for name in names if list(names).count(name) > 1]:
+        raise UserError(f"{file}: has two columns '{one_line(duplicates[0])[:40]}': rename one, or delete it")
 
 
 def _parquet_records(file: Path) -> Iterator[Located]:
@@ -173,12 +173,12 @@ def _parquet_records(file: Path) -> Iterator[Located]:
 def open_parquet(file: str | Path) -> Any:
     """Open a pyarrow ParquetFile. Needs pyarrow; raises its errors, and OSError.
 
-    Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
-    times, and only one copy is made. Each row group has dictionaries of its own: see `row_group_batches`.
+    Texts are read as dictionary entries: a file of a few kilobytes can repeat the same 64 MB a million times,
+    and memory holds one copy. Each row group has its own dictionaries: see `row_group_batches`.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
     if not is_stored(str(file)):
-        open_input(file).close()  # pyarrow would wait for a FIFO
+        open_input(file).close()  # rejects a FIFO, for which pyarrow would wait
     source = open_binary(str(file)) if is_stored(str(file)) else file
     metadata = parquet.read_metadata(source)
     texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]
@@ -192,29 +192,30 @@ def row_group_batches(table: Any, group: int, rows: int, columns: list[str] | No
 
     A batch over two row groups would hold two dictionaries, which pyarrow does not join in nested columns.
     """
-    left = table.metadata.row_group(group).num_rows
+    remaining = table.metadata.row_group(group).num_rows
     for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
-        left -= len(batch)
+        remaining -= len(batch)
         yield batch
-    if left:  # pyarrow ends in silence where a column has fewer rows than its group
-        raise load_extra("pyarrow", "Parquet").ArrowInvalid(f"row group {group} lacks {left} of its rows")
+    if remaining:  # pyarrow ends in silence where a column has fewer rows than its group
+        problem = f"row group {group} lacks {remaining} of its rows"
+        raise load_extra("pyarrow", "Parquet").ArrowInvalid(problem)
 
 
 @lru_cache(maxsize=4)
 def hub_records(name: str, config: str | None, split: str, *, key: str, bring: str) -> Sequence[Record]:
-    """Return the rows of a split of a data set on the Hub. No code of a data set is run.
+    """Return the rows of a split of a dataset on the Hub. No code of a dataset is run.
 
-    Raises UserError, which names the setting `key` and the files to `bring` in place of the Hub's.
+    Raises UserError, which names the setting `key` and the files to `bring` instead.
     """
     datasets, source = load_extra("datasets", key), " ".join(filter(None, (name, config, split)))
     with explain_hub_errors(f"{key}: {source}", f"bring {bring} and give {key}=…"):
-        # the prefix keeps `datasets` from taking a folder of the same name for it
+        # With the prefix `datasets` does not read a local folder of the same name.
         rows: Sequence[Record] = datasets.load_dataset(f"hf://datasets/{name}", config, split=split)
     return rows
 
 
 @contextmanager
-def explain_hub_errors(what: str, fix: str) -> Iterator[None]:
+def explain_hub_errors(subject: str, fix: str) -> Iterator[None]:
     """Turn any error of `datasets` into a UserError of one line."""
     try:
         yield
@@ -223,4 +224,4 @@ def explain_hub_errors(what: str, fix: str) -> Iterator[None]:
     except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
         reason = " ".join(str(error).split())[:300]
         problem = f"could not be loaded from the Hub ({type(error).__name__}: {reason})"
-        raise UserError(f"{what} {problem}: {fix}") from error
+        raise UserError(f"{subject} {problem}: {fix}") from error

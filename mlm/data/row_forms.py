@@ -1,4 +1,4 @@
-"""Rows of conversations as other programs write them, turned into the columns of TRL."""
+"""Conversion of rows of conversations in other programs' columns to those of TRL."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ from mlm.data.records import Record
 
 MESSAGES = ("messages", "conversations")
 ASKED = ("instruction", "question", "query", "input")
-"""Columns of a question, whose texts are joined by line breaks."""
+"""Columns of a question, joined by line breaks."""
 QUESTION = (*ASKED, "history", "system")
 
 
 def standard_form(record: Mapping[str, Any], columns: Sequence[str]) -> tuple[Record, str]:
-    """Return a row in TRL's `columns`, messages or prompt, chosen, rejected, and what was read otherwise.
+    """Return a row in TRL's `columns` (messages or prompt, chosen, rejected), and a line on the conversion.
 
-    Read so are rows of alpaca (instruction, input, output), and pairs of answers as LLaMA-Factory, Orca and
-    UltraFeedback have them. Others stay as they are.
+    Converts rows of alpaca (instruction, input, output), and pairs of answers in the columns of
+    LLaMA-Factory, Orca and UltraFeedback. Other rows are unchanged.
     """
     row = {key: value for key, value in record.items() if value is not None}
     changed, change = None, "instruction, input and output read as messages"
@@ -25,12 +25,12 @@ def standard_form(record: Mapping[str, Any], columns: Sequence[str]) -> tuple[Re
         has_messages = any(name in row for name in (*MESSAGES, "prompt"))
         if not has_messages and (question := _question(row)) is not None:
             answer = [_message("assistant", row["output"])] if "output" in row else []
-            changed = without(row, (*QUESTION, "output")) | {"messages": question + answer}
+            changed = drop_columns(row, (*QUESTION, "output")) | {"messages": question + answer}
     return (dict(record), "") if changed is None else (changed, change)
 
 
 def _pair(row: Record) -> tuple[Record | None, str]:
-    """Return a row with answers, its prompt as messages if the answers are; None if it is so already."""
+    """Return a pair of answers with prompt and answers as messages; None if no conversion is needed."""
     answers = [row["chosen"], row["rejected"]]
     has_lists = all(isinstance(answer, list) and answer for answer in answers)
     prompt = next((row[name] for name in ("prompt", *MESSAGES) if name in row), None)
@@ -42,7 +42,7 @@ def _pair(row: Record) -> tuple[Record | None, str]:
     if not isinstance(prompt, list) or not prompt or (prompt is row.get("prompt") and has_lists):
         return None, ""
     if has_lists and all(_text(prompt[-1]) in map(_text, answer[:-1]) for answer in answers):
-        return without(row, ("prompt", *ASKED)), "a prompt that both answers begin with left out"
+        return drop_columns(row, ("prompt", *ASKED)), "a prompt that both answers begin with left out"
     firsts = [answer[0] for answer in answers if has_lists]
     speakers = [m.get("role", m.get("from")) if isinstance(m, dict) else None for m in firsts]
     if any(speaker not in ("assistant", "gpt") for speaker in speakers):
@@ -53,22 +53,22 @@ def _pair(row: Record) -> tuple[Record | None, str]:
         if isinstance(answer, str):
             answer = _message("assistant", answer)
         pair[side] = [answer] if isinstance(answer, dict) else answer
-    return without(row, consumed) | pair, "prompt and answers of other columns or types read as messages"
+    return drop_columns(row, consumed) | pair, "prompt and answers of other columns or types read as messages"
 
 
 def _question(row: Record) -> list[Record] | None:
-    """Return the messages of a question, its system's and earlier turns before; None without one."""
-    asked, history = [row[name] for name in ASKED if row.get(name)], row.get("history") or []
-    if not asked or not all(isinstance(text, str) for text in asked) or not isinstance(history, list):
+    """Return the messages of a question, after a system message and earlier turns; None without one."""
+    texts, history = [row[name] for name in ASKED if row.get(name)], row.get("history") or []
+    if not texts or not all(isinstance(text, str) for text in texts) or not isinstance(history, list):
         return None
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         return None
     turns = [_message(*turn) for pair in history for turn in zip(("user", "assistant"), pair, strict=True)]
     system = [_message("system", row["system"])] if row.get("system") else []
-    return [*system, *turns, _message("user", "\n".join(asked))]
+    return [*system, *turns, _message("user", "\n".join(texts))]
 
 
-def without(row: Record, names: tuple[str, ...]) -> Record:
+def drop_columns(row: Record, names: tuple[str, ...]) -> Record:
     return {key: value for key, value in row.items() if key not in names}
 
 

@@ -1,4 +1,4 @@
-"""Assignment of samples to ranks, a thread that reads them ahead, and datasets without a corpus.
+"""Assignment of samples to ranks, a prefetching loader, and datasets without a corpus.
 
 Shapes: B micro-batch, S sequence. Micro-batch j of a step holds samples consumed + j * B and on; of a
 global batch of m * size micro-batches, data-parallel rank r takes j = r, size + r, 2 * size + r, … So the
@@ -39,7 +39,7 @@ class MicroBatch(Protocol):
 
 
 class SampleBlock(Protocol):
-    """Samples in bulk that are more than windows of tokens, such as BERT's."""
+    """Samples in bulk with more than windows of tokens, such as BERT's."""
 
     def __len__(self) -> int: ...
 
@@ -50,7 +50,7 @@ class SampleBlock(Protocol):
         ...
 
     def unscored_from(self, first: int, /) -> Self:
-        """The same samples, of which those from `first` on are not scored."""
+        """The same samples, not scored from `first` on."""
         ...
 
     def batch(self, first_sample: int, tensor: "Callable[[Ids], Tensor]", /) -> MicroBatch:
@@ -83,15 +83,15 @@ class Batch:
 
 
 def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> MicroBatch:
-    """A micro-batch of these samples.
+    """Return a micro-batch of samples.
 
-    Of windows [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
+    Windows [B, S + 1] become inputs and labels; a position without a token is input 0 and not scored.
     """
-    import torch  # late: checks of a corpus read this module and need none
+    import torch  # lazy: checks of a corpus import this module without torch
 
     def tensor(x: NDArray[np.int64]) -> "Tensor":
         copied = torch.from_numpy(np.ascontiguousarray(x))
-        # page-locked memory copies to a CUDA device without making the host wait
+        # Copies from page-locked memory to a CUDA device do not block the host.
         return copied.pin_memory() if pin_memory else copied
 
     if not isinstance(samples, np.ndarray):
@@ -102,42 +102,42 @@ def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) ->
 Ranges = Sequence[tuple[int, int]]
 """Sample numbers that a run excludes: (first, count) in order, disjoint."""
 Ramp = tuple[int, int, int]
-"""Growth of the global batch: its first size, what it grows by, and the samples after which it is full."""
+"""Growth of the global batch: initial size, increment, and the samples after which it has its full size."""
 
 
-def batch_at(position: int, whole: int, ramp: Ramp | None) -> tuple[int, int | None]:
-    """Return the samples of a step that begins with sample `position`, and where steps become larger.
+def batch_at(position: int, full_size: int, ramp: Ramp | None) -> tuple[int, int | None]:
+    """Return the samples of the step at sample `position`, and the position of the next larger step.
 
-    The latter is None once a step has all `whole` samples. Growth is even over the samples of the ramp, as in
+    The latter is None once steps have `full_size` samples. Growth is even over the samples of the ramp, as in
     arXiv:2005.14165, section 2.3, and in Megatron-LM: a function of the position alone.
     """
     if ramp is None or position >= ramp[2]:
-        return whole, None
+        return full_size, None
     start, increment, samples = ramp
-    stages = (whole - start) // increment
+    stages = (full_size - start) // increment
     stage = position * stages // samples
     return start + stage * increment, -(-(stage + 1) * samples // stages) if stages else samples
 
 
 def first_of_step(
-    consumed: int, number: int, whole: int, excluded_samples: Ranges, ramp: Ramp | None = None
+    consumed: int, number: int, full_size: int, excluded_samples: Ranges, ramp: Ramp | None = None
 ) -> int:
-    """Return the first sample of step `number` from here, of `whole` samples with consecutive numbers.
+    """Return the first sample of the step that is `number` steps after sample `consumed`.
 
-    A batch that would touch a range that is left out begins after it.
+    A step has up to `full_size` consecutive samples; one that would touch an excluded range begins after it.
     """
-    position, left = consumed, number
+    position, steps_left = consumed, number
     while True:
-        size, end = batch_at(position, whole, ramp)
+        size, end = batch_at(position, full_size, ramp)
         gap = next(
             ((first, first + count) for first, count in excluded_samples if first + count > position), None
         )
-        steps = left if gap is None else min(left, max(0, (gap[0] - position) // size))
+        steps = steps_left if gap is None else min(steps_left, max(0, (gap[0] - position) // size))
         steps = steps if end is None else min(steps, -(-(end - position) // size))
-        position, left = position + steps * size, left - steps
-        if gap is not None and position + batch_at(position, whole, ramp)[0] > gap[0]:
+        position, steps_left = position + steps * size, steps_left - steps
+        if gap is not None and position + batch_at(position, full_size, ramp)[0] > gap[0]:
             position = gap[1]
-        elif left == 0:
+        elif steps_left == 0:
             return position
 
 
@@ -156,10 +156,10 @@ class RankSampler:
     ramp: Ramp | None = None
 
     def step(self, number: int) -> list[MicroBatch] | None:
-        """This rank's micro-batches of the given step from here, or None when samples run out."""
-        whole = self.global_batch_size
-        begin = first_of_step(self.consumed_samples, number, whole, self.excluded_samples, self.ramp)
-        end = begin + batch_at(begin, whole, self.ramp)[0]
+        """Return this rank's micro-batches of step `number` from here, or None at the end of the samples."""
+        full_size = self.global_batch_size
+        begin = first_of_step(self.consumed_samples, number, full_size, self.excluded_samples, self.ramp)
+        end = begin + batch_at(begin, full_size, self.ramp)[0]
         if end > len(self.dataset):
             return None
         stride = self.size * self.micro_batch_size
@@ -176,12 +176,12 @@ class RankSampler:
 class Loader(RankSampler):
     """Iterator over steps: each item is the list of this rank's micro-batches, read ahead by a thread.
 
-    Ends when fewer than a global batch of samples is left. An error while reading surfaces in `next()`.
-    Close it, or use it in a `with` block, so that the thread ends.
+    Ends when less than a global batch of samples remains. `next()` raises errors of the thread. Close it, or
+    use it in a `with` block, to end the thread.
     """
 
     prefetch: int = 2
-    """Steps that are ready, besides the one that is being read."""
+    """Steps that are ready, in addition to the one being read."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
@@ -202,7 +202,7 @@ class Loader(RankSampler):
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        batches = self._ahead[0].result() if self._ahead else None  # an error stays the first
+        batches = self._ahead[0].result() if self._ahead else None  # an error is raised again at each call
         if batches is None:
             raise StopIteration
         self._ahead.popleft()
@@ -210,7 +210,7 @@ class Loader(RankSampler):
         return batches
 
     def close(self) -> None:
-        """Stop reading and join the thread. What was read ahead is dropped; `next()` then ends."""
+        """Stop reading and join the thread; `next()` then raises StopIteration."""
         self._ahead.clear()
         self._pool.shutdown(cancel_futures=True)
 
@@ -224,10 +224,10 @@ class Loader(RankSampler):
 def eval_batches(
     windows: Dataset, *, micro_batch_size: int, rank: int, size: int, limit: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of this rank such that all ranks together score every window exactly once.
+    """Yield micro-batches of this rank such that all ranks together score every window exactly once.
 
-    `limit` scores only the first so many windows, whatever the layout. Every rank yields the same number of
-    micro-batches of the same shape; what fills them up is not scored.
+    `limit` scores only the first windows, whatever the layout. Every rank yields the same number of
+    micro-batches of the same shape; padding is not scored.
     """
     count = len(windows) if limit is None else min(limit, len(windows))
     rounds = -(-count // (micro_batch_size * size))
@@ -235,11 +235,11 @@ def eval_batches(
         first = (i * size + rank) * micro_batch_size
         ids = first + np.arange(micro_batch_size)
         samples = windows.gather(np.minimum(ids, count - 1))
-        filled = max(0, count - first)  # from there on
+        num_scored = max(0, count - first)  # from there on
         if isinstance(samples, np.ndarray):
             yield collate(np.where((ids < count)[:, None], samples, IGNORE_INDEX), first)
         else:
-            yield collate(samples.unscored_from(filled), first)
+            yield collate(samples.unscored_from(num_scored), first)
 
 
 class SyntheticDataset:
@@ -257,15 +257,15 @@ class SyntheticDataset:
         ids = np.asarray(sample_ids, dtype=np.uint64)
         keys = mix(self._key + ids * np.uint64(GOLDEN))  # [n]
         bits = draw(keys[:, None], np.arange(self.seq_length + 1)) >> np.uint64(32)
-        # Scaling 32 bits instead of taking a remainder: faster, and as even for any real vocabulary.
+        # Scaling 32 bits is faster than a remainder, and as uniform for any real vocabulary.
         return ((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """A dataset whose token ids are all in the vocabulary: others would train in silence.
+    """A user's dataset, checked for token ids outside of the vocabulary.
 
-    The token table is padded and split over ranks, so that no lookup rejects them.
+    The token table is padded and split over ranks, so lookups would not fail.
     """
 
     dataset: Dataset
@@ -274,7 +274,7 @@ class CheckedDataset:
     vocab_size: int
     seq_length: int
     noun: str = "sample"
-    """Name of its samples in errors."""
+    """Noun for its samples in errors."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -300,11 +300,11 @@ class CheckedDataset:
         batch = collate(samples, 0)
         self._check_ids(batch.tokens.numpy(), numbers, may_ignore=False)
         if (labels := getattr(batch, "labels", None)) is not None:
-            self._check_ids(labels.numpy(), numbers, may_ignore=True, what="label")
+            self._check_ids(labels.numpy(), numbers, may_ignore=True, noun="label")
         return samples  # type: ignore[no-any-return]
 
     def _check_ids(
-        self, ids: NDArray[Any], numbers: NDArray[Any], *, may_ignore: bool, what: str = "token"
+        self, ids: NDArray[Any], numbers: NDArray[Any], *, may_ignore: bool, noun: str = "token"
     ) -> None:
         """Raise OwnCodeError for an id outside the vocabulary; IGNORE_INDEX is none where it `may_ignore`."""
         wrong = (ids < 0) | (ids >= self.vocab_size)
@@ -315,7 +315,7 @@ class CheckedDataset:
         row, *position = np.argwhere(wrong)[0]
         ignored = f", or {IGNORE_INDEX} where there is none" if may_ignore else ""
         raise OwnCodeError(
-            f"data.kind={self.kind}: {self.noun} {numbers[row]} has {what} {ids[(row, *position)]} at "
+            f"data.kind={self.kind}: {self.noun} {numbers[row]} has {noun} {ids[(row, *position)]} at "
             f"position {position[-1] if position else 0}, and model.vocab_size={self.vocab_size}; return ids "
             f"from 0 to {self.vocab_size - 1}{ignored}, or raise model.vocab_size"
         )

@@ -1,8 +1,8 @@
-"""Corpora in an object store: local copies of all but their tokens, which are read by blocks.
+"""Corpora in an object store: local copies of all files except tokens, which are read in blocks.
 
-A copy is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer whole, and in
-place of PREFIX.bin a PREFIX.bin.json that points to the object. Blocks of tokens are kept beside it, for all
-ranks of a host and for a run that resumes. A block that is not whole is read again.
+A copy is a folder in `data.cache` for one state of a corpus: index, receipt and tokenizer, and instead of
+PREFIX.bin a PREFIX.bin.json that points to the object. Blocks of tokens are cached next to it, for all ranks
+of a host and for resumed runs. An incomplete block is read again.
 """
 
 import os
@@ -40,7 +40,7 @@ from mlm.util.object_store import (
 REMAKE = "delete its folder, which is made again"
 BLOCK = 1 << 18  # bytes of a request: 256 KiB, about what a store sends while it answers
 DIGEST = 16  # bytes of a block's digest, which ends its file
-SLACK = 64  # the kept blocks are measured after a process has added this part of their limit
+SLACK = 64  # the cached blocks are measured after a process has added limit / SLACK bytes
 BYTES = np.dtype("u1")
 
 
@@ -85,7 +85,7 @@ def _download(stored: StoredObject, f: BinaryIO) -> None:
 
 @contextmanager
 def writing_cache(folder: Path) -> Iterator[None]:
-    """Turn an OSError of what is written below data.cache into a UserError."""
+    """Convert an OSError of writing below data.cache to a UserError."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def writing_cache(folder: Path) -> Iterator[None]:
 
 
 def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
-    """Return the files of these parts in a folder, and what lies beside them; none without the first part."""
+    """Return the files of these parts in a folder, with receipt and tokenizer; {} without the first part."""
     listed = {stored.url.rpartition("/")[2]: stored for stored in list_objects(folder, depth=1)}
     if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
         return {}
@@ -103,14 +103,14 @@ def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
 
 
 def stored_pointer(bin_path: Path) -> Path:
-    """Return the path of the file that a local copy has in place of a .bin."""
+    """Return the path of the file that replaces a .bin in a local copy."""
     return bin_path.with_name(f"{bin_path.name}.json")
 
 
 def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens | None":
-    """Return the tokens of a .bin that a local copy points to; None if there is a file, or nothing.
+    """Return the tokens of a .bin in a store; None if the .bin is local, or there is no pointer to it.
 
-    Raises CorruptFileError, and UserError where no blocks can be kept.
+    Raises CorruptFileError, and UserError if blocks cannot be cached.
     """
     pointer = stored_pointer(bin_path)
     if bin_path.is_file() or not pointer.is_file():
@@ -124,10 +124,10 @@ def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens
 
 
 class StoredTokens:
-    """Tokens of an object, as an array that is only read: by a slice, or by positions of any shape.
+    """Tokens of an object as a read-only array, indexed by a slice, or by positions of any shape.
 
-    Of its blocks `limit` bytes are kept in `folder`. Raises UserError where the store cannot be read, or a
-    block cannot be kept.
+    Up to `limit` bytes of its blocks are cached in `folder`. Raises UserError if the store cannot be read, or
+    a block cannot be cached.
     """
 
     def __init__(self, source: StoredObject, dtype: np.dtype[Any], limit: int, folder: Path) -> None:
@@ -140,15 +140,15 @@ class StoredTokens:
     def __len__(self) -> int:
         return self.source.bytes // self.dtype.itemsize
 
-    def __getitem__(self, where: "slice | ArrayLike") -> NDArray[Any]:
-        positions = np.arange(*where.indices(len(self))) if isinstance(where, slice) else np.asarray(where)
+    def __getitem__(self, index: "slice | ArrayLike") -> NDArray[Any]:
+        positions = np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
         blocks, row = np.unique(positions // self.width, return_inverse=True)
         content = self._read(blocks).view(self.dtype)
         tokens: NDArray[Any] = content[row.reshape(positions.shape), positions % self.width]
         return tokens
 
     def load(self, begin: NDArray[np.int64], length: NDArray[np.int64]) -> None:
-        """Fetch runs of tokens at once, for slices that follow. begin, length: int64, same shape."""
+        """Prefetch runs of tokens for subsequent slices. begin, length: int64 of the same shape."""
         first, last = begin // self.width, (begin + np.maximum(length, 1) - 1) // self.width
         runs = [np.arange(a, b + 1) for a, b in zip(first.flat, last.flat, strict=True)]
         blocks = np.unique(np.concatenate(runs)) if runs else ()
@@ -172,18 +172,18 @@ class StoredTokens:
         return digest_samples(self.source.bytes, read)
 
     def _read(self, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return blocks, each kept or fetched: [n, BLOCK], zeros after the end of the object."""
+        """Return blocks, cached or fetched: [n, BLOCK], zeros after the end of the object."""
         content, missing = np.zeros((len(blocks), BLOCK), dtype=np.uint8), list[int]()
         for row, number in enumerate(blocks):
             try:
-                kept = np.fromfile(self._path(number), dtype=np.uint8)
+                cached = np.fromfile(self._path(number), dtype=np.uint8)
             except FileNotFoundError:
                 missing.append(row)
                 continue
-            kept, digest = kept[:-DIGEST], kept[-DIGEST:]
-            is_whole = len(kept) == min(BLOCK, self.source.bytes - number * BLOCK)
-            if is_whole and xxh3_128_digest(kept.data) == digest.tobytes():
-                content[row, : len(kept)] = kept
+            cached, digest = cached[:-DIGEST], cached[-DIGEST:]
+            is_whole = len(cached) == min(BLOCK, self.source.bytes - number * BLOCK)
+            if is_whole and xxh3_128_digest(cached.data) == digest.tobytes():
+                content[row, : len(cached)] = cached
             else:
                 missing.append(row)
         for row, fetched in zip(missing, self._fetch(blocks[missing]), strict=True):
@@ -202,12 +202,12 @@ class StoredTokens:
                 partial = self.folder / f".{block}.{os.getpid()}.{get_ident()}"
                 with open(partial, "wb") as f:
                     f.write(content + xxh3_128_digest(content))
-                with suppress(FileNotFoundError):  # deleted by another rank that makes room: it is not kept
+                with suppress(FileNotFoundError):  # another rank has deleted it to make room
                     os.replace(partial, self._path(block))
         self._added += len(blocks) * BLOCK
         if self._added * SLACK <= self.limit:
             return contents
-        # Delete the oldest until the others leave room for what eight ranks add before they measure again.
+        # Delete the oldest until there is room for what eight ranks add before the next measurement.
         self._added, files = 0, list[tuple[int, int, str]]()
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another rank deletes too

@@ -1,8 +1,8 @@
 """Bytes of plain and compressed files, block by block: memory does not grow with the file.
 
-Python's gzip module hides what it decoded before an error, and python-zstandard's reader accepts a truncated
-file; so gzip is unpacked with zlib and Zstandard with pyarrow, which reports both. A compressed file of no
-bytes is damaged: every compressor writes a header.
+Python's gzip module drops content decoded before an error, and python-zstandard's reader accepts a truncated
+file; so gzip is unpacked with zlib and Zstandard with pyarrow, which reports both. An empty compressed file
+is damaged: every compressor writes a header.
 """
 
 import bz2
@@ -31,16 +31,16 @@ UNPACKERS: dict[str, Callable[[], Any]] = {
 
 
 class DamagedError(Exception):
-    """A file is truncated or corrupt, or of a form that is not supported, which libraries do not tell apart.
+    """A file that is truncated, corrupt, or of an unsupported form, which libraries do not distinguish.
 
-    Encrypted Parquet and windows above 128 MiB are such forms.
+    Unsupported forms are encrypted Parquet and windows above 128 MiB.
     """
 
 
 def blocks(path: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from byte `begin` on (0 for compressed ones), in blocks of at most 256 KiB.
 
-    Raises DamagedError after the last sound block, and UserError if the file cannot be read or the package
+    Raises DamagedError after the last intact block, and UserError if the file cannot be read or the package
     for Zstandard is missing.
     """
     suffix = Path(path.lower()).suffix
@@ -49,7 +49,7 @@ def blocks(path: str, begin: int = 0) -> Iterator[bytes]:
 
 
 class BlockReader(RawIOBase):
-    """Blocks as a file to read."""
+    """File object that reads blocks."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
         self._source, self._rest = source, memoryview(b"")
@@ -67,7 +67,7 @@ class BlockReader(RawIOBase):
 
 @contextmanager
 def readable(file: str | Path) -> Iterator[None]:
-    """Name a file that cannot be read. Raises UserError."""
+    """Convert errors of reading a file to UserError."""
     with (
         reading_from(Path(file), READABLE),
         explain_store_errors(str(file)) if is_stored(str(file)) else nullcontext(),
@@ -96,7 +96,7 @@ def packed_blocks(path: str, source: Iterator[bytes], new: Callable[[], Any]) ->
     """Unpack streams of gzip, bzip2 or xz, one after the other; zeros may separate them."""
     stream, first = None, True
     for data in source:
-        # zlib leaves what it has not used; bz2 and lzma keep it, and say that they need no input
+        # zlib returns unused input; bz2 and lzma buffer it, and report that they need no input.
         while data or not getattr(stream, "needs_input", True):
             if stream is None:
                 if not first and not (data := data.lstrip(b"\0")):
@@ -126,7 +126,7 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
             stream = stack.enter_context(pyarrow.CompressedInputStream(f, "zstd"))
         while True:
             with readable(path), explain_damage(path):
-                block = stream.read(1 << 14)  # small: with an error its sound bytes are lost
+                block = stream.read(1 << 14)  # small, as an error loses the intact bytes of a read
             if not block:
                 if is_first and not f.size():
                     raise DamagedError("no bytes")
@@ -137,9 +137,9 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
 
 @contextmanager
 def explain_damage(path: str) -> Iterator[None]:
-    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk or a store pass.
+    """Convert pyarrow's errors for a damaged file to DamagedError; errors of the disk or a store pass.
 
-    Raises UserError for what pyarrow does not support.
+    Raises UserError for features that pyarrow does not support.
     """
     try:
         yield
@@ -151,7 +151,7 @@ def explain_damage(path: str) -> Iterator[None]:
 
 
 def check_supported(file: str, error: Exception) -> None:
-    """Raise UserError if the type of a library's error says that a sound file is of a form that it lacks."""
+    """Raise UserError if a library's error means that a file is intact but of an unsupported form."""
     if isinstance(error, NotImplementedError):
         problem = f"{file} is of a form that is not supported ({one_line(error)[:200]})"
         raise UserError(f"{problem}: {WRITE_AGAIN}") from error

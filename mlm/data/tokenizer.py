@@ -1,6 +1,6 @@
 """Text to token ids and back, with the library `tokenizers`: byte-level BPE as GPT-2's, WordPiece as BERT's.
 
-mlm/corpus/train_tokenizer.py trains them.
+mlm/corpus/train_tokenizer.py trains tokenizers.
 """
 
 import json
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from mlm.data.encoding_cache import EncodingCache, is_cacheable
-from mlm.data.tokenizer_settings import EOD, ROBERTA, Declared, check_size, ids_of
+from mlm.data.tokenizer_settings import EOD, ROBERTA, TokenizerDeclarations, check_size, ids_of
 from mlm.data.vocabulary_files import BOS, CLS, CONTINUES, MASK, PAD, SEP, UNK, damaged, read_bert, read_gpt2
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, read_input_text, write_atomic
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate
 
 EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", SEP)
-"""Of special tokens, where nothing declares one, the first that exists counts; of all tokens, where none is
-marked as special. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
+"""Names of the end of document if none is declared: the first that is a special token counts, or any token if
+none is special. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-"""A folder with a tokenizer has one of these."""
+"""Files of a tokenizer, of which a folder has at least one."""
 PRIVATE = 0x100000
-"""Letter of the first special token for special="private": the second plane for private use."""
+"""Letter of the first special token for special="private", in the second plane for private use."""
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
-Placed = tuple[NDArray[np.int32], NDArray[np.int32]]
+TokensWithOffsets = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Token ids [n], and begin and end [n, 2] of each in letters of the text."""
 
 
 class Tokenizer:
     """Text to token ids and back.
 
-    Special tokens spelled out in a text are text: every type of model encodes them as letters.
+    Names of special tokens in a text are encoded as text, by every type of model.
 
     Attributes:
         vocab_size                        one more than the largest id
@@ -53,10 +53,10 @@ class Tokenizer:
         end_ids                           tokens that end what a model generates, `eod_id` among them
         digest                            of tokenizer.json
         declared                          declarations of the files next to it
-        chat_template                     of a model for conversations, where a command has read it
+        chat_template                     of a model for conversations, if a command has read it
 
-    `eod` and `bos` are what a receipt or a checkpoint records, and count before what is declared. Raises
-    UserError if no end-of-document token is known.
+    `eod` and `bos` are recorded by a receipt or a checkpoint, and take precedence over declarations. Raises
+    UserError without an end-of-document token.
     """
 
     def __init__(
@@ -65,19 +65,25 @@ class Tokenizer:
         source: str = "tokenizer",
         eod: str | int | None = None,
         bos: int | None = None,
-        declared: Declared | None = None,
+        declared: TokenizerDeclarations | None = None,
     ) -> None:
-        self._content, self.declared = content, declared or Declared()
+        self._content, self.declared = content, declared or TokenizerDeclarations()
         self._backend = parse(content, source)
         self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CorruptFileError(f"{source}: token id {self.vocab_size - 1}; {MAX_TOKENS - 1} is the limit")
         self.eod_id = self._find_eod(eod, source)
-        self.cls_id, self.sep_id = self._named("cls_token", CLS), self._named("sep_token", SEP)
-        self.mask_id, self.pad_id = self._named("mask_token", MASK), self._named("pad_token", PAD)
-        self.bos_id = bos if self._is_token(bos) else self._named("bos_token", BOS)
-        if self.bos_id is None:  # what the tokenizer itself puts before a text
+        self.cls_id, self.sep_id = (
+            self._token_of_role("cls_token", CLS),
+            self._token_of_role("sep_token", SEP),
+        )
+        self.mask_id, self.pad_id = (
+            self._token_of_role("mask_token", MASK),
+            self._token_of_role("pad_token", PAD),
+        )
+        self.bos_id = bos if self._is_token(bos) else self._token_of_role("bos_token", BOS)
+        if self.bos_id is None:  # the token that the tokenizer puts before a text
             declared_ids = ids_of(self.declared.generation.get("bos_token_id"))
             usable = self.special_ids - {self.cls_id}
             self.bos_id = next((id for id in (*declared_ids, *self.opening) if id in usable), None)
@@ -87,7 +93,7 @@ class Tokenizer:
         self.chat_template: ChatTemplate | None = None
 
     def _find_eod(self, eod: str | int | None, source: str) -> int:
-        """Return `eod`, else what the model ends a text with, else the first special token of EOD_NAMES."""
+        """Return `eod`, else the model's end of text, else the first special token of EOD_NAMES."""
         if isinstance(eod, str):
             if eod not in self._vocabulary:
                 raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
@@ -95,13 +101,13 @@ class Tokenizer:
         if eod is not None and self._is_token(eod):
             return eod
         special = self.special_names
-        ends = [self.name_of(id) for id in self.declared.model_ends if id in self.special_ids]
-        named = [self.declared.names.get("eos_token", "")]  # of a chat's tokenizer alone the end of a turn
-        for name in (*ends, *(named if self.declared.is_model else ()), *EOD_NAMES, *named):
+        model_ends = [self.name_of(id) for id in self.declared.model_ends if id in self.special_ids]
+        declared = [self.declared.names.get("eos_token", "")]  # of a chat's tokenizer alone the end of a turn
+        for name in (*model_ends, *(declared if self.declared.is_model else ()), *EOD_NAMES, *declared):
             if name in (special or self._vocabulary):
                 return self._vocabulary[name]
-        near = [name for name in special if re.search("end|eos|eot|/s|sep", name, re.IGNORECASE)]
-        fix = " or ".join(f"eod={name}" for name in (near or special)[:3])
+        similar = [name for name in special if re.search("end|eos|eot|/s|sep", name, re.IGNORECASE)]
+        fix = " or ".join(f"eod={name}" for name in (similar or special)[:3])
         raise UserError(
             f"{source} has no end-of-document token: set {fix or 'eod=NAME of one of its tokens'}, "
             f"or add one of {', '.join(EOD_NAMES)} to its special tokens"
@@ -110,10 +116,10 @@ class Tokenizer:
     def _is_token(self, id: int | None) -> bool:
         return id is not None and 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
-    def _named(self, role: str, default: str) -> int | None:
-        """Return the token that is declared to have a role, else BERT's or RoBERTa's for it if it is special.
+    def _token_of_role(self, role: str, default: str) -> int | None:
+        """Return the token declared for a role, else BERT's or RoBERTa's if it is special.
 
-        Where no token is marked as special, its name is enough.
+        If no token is marked as special, its name is enough.
         """
         if name := self.declared.names.get(role):
             return self._vocabulary.get(name)
@@ -124,22 +130,22 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """Tokens that the tokenizer itself puts before a text, as `transformers` does by default."""
-        alone, whole = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
-        starts = (n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)
-        return list(whole[: next(starts, 0)])
+        """Tokens that the tokenizer puts before a text, as `transformers` does by default."""
+        plain, full = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+        starts = (n for n in range(len(full)) if full[n : n + len(plain)] == plain)
+        return list(full[: next(starts, 0)])
 
     @cached_property
     def pair_separators(self) -> int:
-        """Number of [SEP] between the texts of a pair: 2 of RoBERTa, else 1."""
+        """Number of [SEP] between the texts of a pair: 2 for RoBERTa, else 1."""
         pair = self._backend.encode("a", "a", add_special_tokens=True).ids
         return max(1, sum(id == self.sep_id for id in pair[1:-1]))
 
     def encode_prompt(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Encode a text to continue, after `opening`; without either after an end of document.
+        """Encode a text to continue, after `opening`; an empty one becomes an end of document.
 
-        `special_tokens`: names of special tokens in it are these tokens; one that begins with the opening has
-        no second one.
+        With `special_tokens` names of special tokens in the text are these tokens, and the opening is not
+        repeated.
         """
         ids = self.encode_special(text) if special_tokens else self.encode(text)
         opening = [] if ids[: len(self.opening)] == self.opening else self.opening
@@ -147,16 +153,16 @@ class Tokenizer:
 
     @cached_property
     def _encoder(self) -> Backend:
-        """The library's tokenizer with its special tokens under names that no text contains.
+        """The library's tokenizer with special tokens under names that no text contains.
 
-        With encode_special_tokens the library still finds special tokens that are not marked as such, and
-        those that are pieces of a Unigram, WordPiece or word vocabulary.
+        encode_special_tokens of the library still finds special tokens that are not marked as such, or are
+        pieces of a Unigram, WordPiece or word vocabulary.
         """
         content = json.loads(self._content)
-        marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+        special = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
         roles = (self.eod_id, self.bos_id, self.cls_id, self.sep_id, self.mask_id, self.pad_id)
-        named = {self.name_of(id) for id in roles if id is not None}
-        reserved = (marked | named) - {UNK, content["model"].get("unk_token")}
+        role_names = {self.name_of(id) for id in roles if id is not None}
+        reserved = (special | role_names) - {UNK, content["model"].get("unk_token")}
         if not any(can_spell(content, name) for name in reserved):
             return self._backend
         secret = {name: f"{secrets.token_hex(16)}{n}" for n, name in enumerate(sorted(reserved))}
@@ -164,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _with_special(self) -> Backend:
-        """The library's tokenizer, which finds special tokens in a text; no space is missing in offsets."""
+        """The library's tokenizer that finds special tokens in a text; offsets include spaces."""
         backend = parse(json.dumps(json.loads(self._content) | {"post_processor": None}), "tokenizer")
         backend.encode_special_tokens = False
         return backend
@@ -194,7 +200,7 @@ class Tokenizer:
 
     @cached_property
     def adds_bos(self) -> bool:
-        """True if the tokenizer itself puts `bos_id` before a text, as `transformers` does then."""
+        """True if the tokenizer puts `bos_id` before a text."""
         return self.opening[:1] == [self.bos_id]
 
     def __contains__(self, name: str) -> bool:
@@ -202,20 +208,20 @@ class Tokenizer:
 
     @property
     def prefix_id(self) -> int:
-        """The context of a text that has none: beginning of a sequence, else end of a document."""
+        """First token of a text without context: beginning of a sequence, else end of a document."""
         return self.eod_id if self.bos_id is None else self.bos_id
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are found whole in a text: special ones, and others that were added."""
+        """Ids of added tokens, special or not, which are matched before the text is split."""
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def vocabulary_digest(self) -> str:
         """Digest of all tokens with their ids, and of the merges.
 
-        It is the same for a tokenizer.json and the vocab.json and merges.txt that it was made from, and for
-        both spellings of merges in JSON.
+        It is equal for a tokenizer.json and the vocab.json and merges.txt that it was made from, and for both
+        spellings of merges in JSON.
         """
         pairs = merges_of(json.loads(self._content).get("model", {}))
         return digest_bytes(json.dumps([sorted(self._vocabulary.items()), pairs]).encode())
@@ -224,15 +230,15 @@ class Tokenizer:
     def is_word_start(self) -> NDArray[np.bool_]:
         """Mask of tokens that begin a word: bool [vocab_size].
 
-        WordPiece: those without ##. Byte-level BPE: those that begin with white space. Special tokens do, and
-        all tokens of other types of models.
+        WordPiece: tokens without ##. Byte-level BPE: tokens that begin with white space. Special tokens, and
+        all tokens of other models, begin a word.
         """
         model = self._backend.model
         starts = np.ones(self.vocab_size, dtype=bool)
         if isinstance(model, models.WordPiece):
             inside = [id for name, id in self._vocabulary.items() if name.startswith(CONTINUES)]
         elif "ByteLevel" in str(self._backend.pre_tokenizer):
-            spaces = tuple("ĠĊĉčċČ")  # its letters for space, \n, \t, \r, \v and \f
+            spaces = tuple("ĠĊĉčċČ")  # letters for space, \n, \t, \r, \v and \f
             inside = [id for name, id in self._vocabulary.items() if not name.startswith(spaces)]
         else:
             inside = []
@@ -244,9 +250,9 @@ class Tokenizer:
     def load(cls, path: str | Path, *, eod: str | int | None = None, bos: int | None = None) -> "Tokenizer":
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
-        `eod` names its end-of-document token, or is the id that a receipt or checkpoint records, as `bos` is;
-        None, or an id that it lacks, means the model folder's, else the first special
-        token of EOD_NAMES. Raises UserError if there is none, CorruptFileError if it cannot be read.
+        `eod` is the name of the end-of-document token, or the id that a receipt or checkpoint records, like
+        `bos`; None or an unknown id means the model folder's, else the first special token of EOD_NAMES.
+        Raises UserError without an end of document, CorruptFileError if the file cannot be read.
         """
         file = Path(path)
         if file.is_dir():
@@ -266,10 +272,10 @@ class Tokenizer:
         else:
             check_size(file)
             content, source = read_input_text(file), str(file)
-        return cls(content, source, eod, bos, Declared.read(file.parent))
+        return cls(content, source, eod, bos, TokenizerDeclarations.read(file.parent))
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json byte for byte, what is declared, and its chat template. Raises OSError."""
+        """Write tokenizer.json byte for byte, declarations, and the chat template. Raises OSError."""
         write_atomic(folder / "tokenizer.json", self.content)
         template = {} if self.chat_template is None else self.chat_template.settings
         self.declared.save(folder, {**self.settings, **template})
@@ -278,9 +284,9 @@ class Tokenizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of tokenizer_config.json, and the special tokens of its class that the vocabulary has.
+        """Settings of tokenizer_config.json, and the special tokens of its class in the vocabulary.
 
-        `transformers` would add those that it lacks, beyond the rows of the model's token table.
+        `transformers` would add missing ones, beyond the rows of the model's token table.
         """
         in_vocabulary = {role: name for role, name in self.declared.names.items() if name in self}
         return {**in_vocabulary, **self.declared.settings}
@@ -290,7 +296,7 @@ class Tokenizer:
         return self._content.encode()
 
     def content_ending_texts(self) -> bytes:
-        """Return a tokenizer.json that ends each text with `eod_id`, for programs that add such tokens."""
+        """Return a tokenizer.json that ends each text with `eod_id`, for programs that add special tokens."""
         backend, eod = parse(self._content, "tokenizer"), str(self._backend.id_to_token(self.eod_id))
         backend.post_processor = processors.TemplateProcessing(
             single=f"$A {eod}", pair=f"$A {eod} $B {eod}", special_tokens=[(eod, self.eod_id)]
@@ -302,7 +308,7 @@ class Tokenizer:
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
-        """Encode a text in which the names of special tokens are these tokens."""
+        """Encode a text; names of special tokens in it are these tokens."""
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     @cached_property
@@ -311,19 +317,19 @@ class Tokenizer:
 
         def encode(texts: Sequence[str]) -> "list[array[int]]":
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists takes longer
+            return [array("I", encoding.ids) for encoding in encodings]  # faster than a list of lists
 
         is_known = is_cacheable(json.loads(self._encoder.to_str()))
         return EncodingCache(encode).encode_batch if is_known else encode
 
     def encode_with_offsets(
         self, texts: Sequence[str], special: Literal["text", "tokens", "private"] = "text"
-    ) -> list[Placed]:
+    ) -> list[TokensWithOffsets]:
         """Encode many texts: token ids [n], and begin and end [n, 2] of each in letters of the text.
 
         Names of special tokens are text, or with special="tokens" these tokens. With "private" they are text,
-        and the token with the n-th name of `special_names` is chr(PRIVATE + n), as often as its name has
-        letters.
+        and the token with the n-th name of `special_names` is chr(PRIVATE + n), repeated to the length of the
+        name.
         """
         if special == "text":
             backend = self._encoder
@@ -354,7 +360,7 @@ def can_spell(content: dict[str, Any], name: str) -> bool:
 
 
 def with_names(content: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tokenizer.json in which these tokens keep their ids and have other names."""
+    """Return a tokenizer.json in which these tokens keep their ids under other names."""
     names = secret.keys()
     model = dict(content["model"])
     if isinstance(model.get("vocab"), list):
@@ -373,7 +379,7 @@ def with_names(content: dict[str, Any], secret: Mapping[str, str]) -> dict[str, 
 
 
 def merges_of(model: dict[str, Any]) -> list[list[str]]:
-    """Return the merges of a BPE model as pairs; files have them as "a b" too."""
+    """Return the merges of a BPE model as pairs; files may spell them "a b"."""
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
 
 
@@ -387,5 +393,5 @@ def parse(content: str, source: str) -> Backend:
     backend.no_padding()
     backend.encode_special_tokens = True
     if getattr(backend.model, "dropout", None):
-        backend.model.dropout = None  # a text has the same tokens each time
+        backend.model.dropout = None  # encode deterministically
     return backend

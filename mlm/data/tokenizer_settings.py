@@ -1,4 +1,4 @@
-"""Declarations of the files next to a tokenizer: special tokens, settings of reading and of generating."""
+"""Declarations in the files next to a tokenizer: special tokens, and settings of encoding and generation."""
 
 import json
 import os
@@ -16,7 +16,7 @@ EOD = "<|endoftext|>"
 CONFIG, GENERATION_CONFIG, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
 """Files of a model folder next to its tokenizer."""
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
-"""Files of special tokens by their names, and of added tokens, that older folders have."""
+"""Files of older folders: special tokens by role, and added tokens."""
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 ENDOFTEXT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD)
 QWEN = {"eos_token": EOD, "unk_token": EOD, "pad_token": EOD}
@@ -25,7 +25,7 @@ ROBERTA = {
     **{"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>"},
     **{"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"},
 }
-"""Special tokens of RoBERTa, which alone has a token <mask>."""
+"""Special tokens of RoBERTa, the only class with a token <mask>."""
 CLASS_TOKENS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gpt2", "gptneo", "gptneox", "gptj", "codegen", "phi", "opt", "bigcode"), ENDOFTEXT),
     **dict.fromkeys(("qwen2", "qwen3"), QWEN),
@@ -34,24 +34,23 @@ CLASS_TOKENS: dict[str, dict[str, str]] = {
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
     "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
 }
-"""Special tokens of classes of tokenizers in `transformers`, where no file names others."""
+"""Default special tokens of tokenizer classes in `transformers`."""
 NOT_CARRIED = (
     *("tokenizer_class", "chat_template", "name_or_path", "tokenizer_file", "special_tokens_map_file"),
     *("auto_map", "processor_class", "backend", "is_local", "init_inputs", "add_bos_token", "add_eos_token"),
 )
-"""Keys of tokenizer_config.json that describe its folder or a class, code of its own, or what tokenizer.json
-says; a chat template has its own file."""
+"""Keys of tokenizer_config.json that are not copied: they concern its folder, class or code, or repeat
+tokenizer.json; a chat template has its own file."""
 
 
 @dataclass(frozen=True)
-class Declared:
-    """Declarations of the files next to a tokenizer."""
+class TokenizerDeclarations:
+    """Declarations in the files next to a tokenizer."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens by role (bos_token, …), "" for one that there is not; see `named_tokens`."""
+    """Special tokens by role (bos_token, …), "" for null; see `named_tokens`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """tokenizer_config.json but NOT_CARRIED, with the special tokens that a file names; see
-    `Tokenizer.settings`."""
+    """tokenizer_config.json without NOT_CARRIED, with special tokens of files; see `Tokenizer.settings`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json; missing token ids come from config.json."""
     model_ends: tuple[int, ...] = ()
@@ -60,45 +59,45 @@ class Declared:
     """True if there is a config.json."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Declared":
-        """Read them in a folder, which may have none of them. Raises UserError, CorruptFileError."""
+    def read(cls, folder: Path) -> "TokenizerDeclarations":
+        """Read the declarations in a folder, if any. Raises UserError, CorruptFileError."""
         config, generation = read_config(folder / CONFIG), read_config(folder / GENERATION_CONFIG)
-        in_files = named_tokens(folder, of_class=False) or {}
+        file_tokens = named_tokens(folder, of_class=False) or {}
         settings = read_config(folder / SETTINGS)
-        carried = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
+        kept_settings = {key: value for key, value in settings.items() if key not in NOT_CARRIED}
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {key: config[key] for key in keys if config.get(key) is not None}
         return cls(
             names=named_tokens(folder) or {},
-            settings=carried | {name: token or None for name, token in in_files.items()},
+            settings=kept_settings | {name: token or None for name, token in file_tokens.items()},
             generation=ids | generation,
             model_ends=(*ids_of(config.get("eos_token_id")), *ids_of(generation.get("eos_token_id"))),
             is_model=(folder / CONFIG).is_file(),
         )
 
-    def of_another_model(self) -> "Declared":
+    def of_another_model(self) -> "TokenizerDeclarations":
         settings = {key: value for key, value in self.settings.items() if key != "model_max_length"}
-        return Declared(self.names, settings)
+        return TokenizerDeclarations(self.names, settings)
 
     def save(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Write them into a folder, with these settings of the tokenizer. Raises OSError."""
+        """Write tokenizer_config.json with `settings`, and generation_config.json. Raises OSError."""
         for file, value in ((SETTINGS, settings), (GENERATION_CONFIG, self.generation)):
             if value:
                 write_atomic(folder / file, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def ids_of(value: Any) -> list[int]:
-    """Return the token ids of a model's setting: one, a list, or none."""
+    """Return the token ids in a setting: one, a list, or none."""
     items = value if isinstance(value, list) else [value]
     return [id for id in items if type(id) is int and id >= 0]
 
 
 def named_tokens(folder: Path, *, of_class: bool = True) -> dict[str, str] | None:
-    """Return the special tokens of a folder by name (eos_token, …), in the order of `transformers`.
+    """Return the special tokens of a folder by role (eos_token, …), with the precedence of `transformers`.
 
-    special_tokens_map.json comes before tokenizer_config.json, unless that holds added_tokens_decoder; what
-    neither says is, with `of_class`, the default of the tokenizer's class, or of the type of model. None if
-    nothing says any; a null is "".
+    special_tokens_map.json precedes tokenizer_config.json, unless the latter has added_tokens_decoder; with
+    `of_class` the defaults of the tokenizer's class, or the type of model, follow. None without any
+    declaration; null is "".
     """
     settings = read_config(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:

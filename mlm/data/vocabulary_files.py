@@ -1,4 +1,4 @@
-"""Vocabularies of older folders as a tokenizer.json: GPT-2's vocab.json and merges.txt, BERT's vocab.txt."""
+"""Conversion of GPT-2's vocab.json and merges.txt and BERT's vocab.txt to tokenizer.json."""
 
 from pathlib import Path
 
@@ -43,11 +43,11 @@ def read_gpt2(folder: Path) -> str:
         raise damaged(f"{vocabulary} or {merges.name}", error) from error
     config = read_config(folder / "tokenizer_config.json")
     backend = byte_level(model, prefix_space=config.get("add_prefix_space") is True)
-    named = named_tokens(folder) or {}
+    tokens = named_tokens(folder) or {}
     ids = backend.get_vocab()
-    special = sorted({EOD, *named.values()} & ids.keys(), key=lambda name: ids[name])
+    special = sorted({EOD, *tokens.values()} & ids.keys(), key=lambda name: ids[name])
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    cls, sep = named.get("cls_token"), named.get("sep_token")
+    cls, sep = tokens.get("cls_token"), tokens.get("sep_token")
     if cls in ids and sep in ids:  # RoBERTa's
         backend.post_processor = processors.RobertaProcessing((sep, ids[sep]), (cls, ids[cls]))
     add_tokens(backend, folder)
@@ -57,18 +57,18 @@ def read_gpt2(folder: Path) -> str:
 def add_tokens(backend: Backend, folder: Path) -> None:
     """Add the tokens of added_tokens.json, {name: id}, and of added_tokens_decoder of tokenizer_config.json.
 
-    Each is special and normalized as the latter says. Without it, those that a file or the class of the
-    tokenizer names are special, as in `transformers`: the others are found in texts. Raises CorruptFileError
-    where ids do not follow the vocabulary's.
+    The latter decides if a token is special and normalized. Without it, tokens that a file or the class of
+    the tokenizer declares are special, as in `transformers`; others are found in texts. Raises
+    CorruptFileError if ids do not continue the vocabulary's.
     """
-    path, named = folder / ADDED, set((named_tokens(folder) or {}).values())
+    path, special_names = folder / ADDED, set((named_tokens(folder) or {}).values())
     decoder = read_config(folder / SETTINGS).get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
-    known = {str(entry["content"]): (id, entry) for id, entry in entries if isinstance(entry, dict)}
-    ids = {name: int(id) if id.isdigit() else id for name, (id, _) in known.items()} | read_config(path)
+    declared = {str(entry["content"]): (id, entry) for id, entry in entries if isinstance(entry, dict)}
+    ids = {name: int(id) if id.isdigit() else id for name, (id, _) in declared.items()} | read_config(path)
     for name, id in sorted(ids.items(), key=lambda item: str(item[1]).zfill(12)):
-        flags = {"special": name in named, "normalized": name not in named}
-        entry = known[name][1] if name in known else {}
+        flags = {"special": name in special_names, "normalized": name not in special_names}
+        entry = declared[name][1] if name in declared else {}
         for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"):
             if isinstance(entry.get(flag), bool):
                 flags[flag] = entry[flag]
@@ -109,14 +109,13 @@ def word_piece(
 def read_bert(file: Path) -> str:
     """Make a tokenizer.json from BERT's vocab.txt: one token a line, its id the line's number.
 
-    A tokenizer_config.json next to it decides if case is lowered and if Chinese characters are words; without
-    one, case is lowered if the vocabulary has no upper-case letters. Raises UserError and
-    CorruptFileError.
+    A tokenizer_config.json next to it decides on lower case and Chinese characters; without one, text is
+    lowered if the vocabulary has no upper-case letters. Raises UserError and CorruptFileError.
     """
     check_size(file)
     try:
         names = file.read_text(encoding="utf-8").split("\n")
-        # of BERT: a longer word is [UNK]
+        # BERT encodes longer words as [UNK].
         model = models.WordPiece.from_file(str(file), unk_token=UNK, max_input_chars_per_word=100)
     except BaseException as error:
         raise damaged(str(file), error) from error
@@ -138,8 +137,7 @@ def read_bert(file: Path) -> str:
 def damaged(source: str, error: BaseException) -> CorruptFileError:
     """Describe a tokenizer file that the library rejects.
 
-    It raises bare Exception, and PanicException, which is not one, when its Rust code panics. Interrupts pass
-    through.
+    It raises bare Exception, and PanicException, a BaseException, if its Rust code panics. Interrupts pass.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error

@@ -98,7 +98,7 @@ def test_equal_documents_are_read_once_and_hashed_never_again(monkeypatch: pytes
     found = found_in(texts)
     assert len(hashed) == 2
     assert [duplicate.document for duplicate in found] == list(range(1, 20_000))
-    assert {duplicate.kept for duplicate in found} == {0}
+    assert {duplicate.original for duplicate in found} == {0}
     assert {duplicate.jaccard for duplicate in found} == {1.0, 96 / 97}
 
 

@@ -10,7 +10,7 @@ import pytest
 from mlm.cli.data.run import run_inspect, run_verify
 from mlm.cli.data.settings import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.corpus.verify import Expected, FileCheck, check_pair
+from mlm.corpus.verify import ExpectedFacts, FileCheck, check_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.util.errors import CheckFailedError
@@ -76,7 +76,7 @@ def contents(prefix: Path) -> list[list[int]]:
     return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 
 
-def problems(prefix: Path, expected: Expected) -> list[FileCheck]:
+def problems(prefix: Path, expected: ExpectedFacts) -> list[FileCheck]:
     return [check for check in check_pair(prefix, expected, lambda count: None) if check.state == "error"]
 
 
@@ -92,12 +92,12 @@ def test_changed_byte_of_header_lengths_or_pointers_is_found_or_harmless(tmp_pat
         damaged = bytearray(index)
         damaged[at] ^= change
         idx_path(prefix).write_bytes(damaged)
-        if not problems(prefix, Expected(None, None, None)):
+        if not problems(prefix, ExpectedFacts(None, None, None)):
             assert contents(prefix) == before, f"byte {at} of the index"
 
 
 def test_every_changed_byte_is_found_with_a_receipt(corpus: Path) -> None:
-    expected = Expected(read_receipt(corpus), 10, EOD)
+    expected = ExpectedFacts(read_receipt(corpus), 10, EOD)
     for name in ("train.idx", "train.bin"):
         content = (corpus / name).read_bytes()
         for at in range(len(content)):

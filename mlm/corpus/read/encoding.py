@@ -1,4 +1,4 @@
-"""Encodings of text: UTF-8, one that the user names, or the one that resiliparse detects (its uchardet)."""
+"""Encodings of text: UTF-8, the user's choice, or the one that resiliparse detects (its uchardet)."""
 
 import codecs
 import re
@@ -12,7 +12,7 @@ AUTO = "auto"
 BOMS = {codecs.BOM_UTF8: UTF_8, codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 BOMS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 SAMPLE = 1 << 20
-"""Bytes to detect an encoding from, of lines that are not ASCII."""
+"""Bytes of non-ASCII lines from which an encoding is detected."""
 NOT_ASCII = re.compile(rb"[^\n]*[\x80-\xff][^\n]*\n?")
 UNDECODABLE = "mlm.undecodable"
 """Error handler that decodes to U+DCFF, which surrogateescape encodes as the byte 0xFF."""
@@ -20,7 +20,7 @@ codecs.register_error(UNDECODABLE, lambda error: ("\udcff", getattr(error, "end"
 
 
 def codec_of(encoding: str) -> str:
-    """Return the name of Python's codec for an encoding. Raises LookupError if it has none for text."""
+    """Return the name of Python's codec for an encoding. Raises LookupError without a text codec."""
     codec = codecs.lookup(encoding)
     if not getattr(codec, "_is_text_encoding", True):
         raise LookupError(encoding)
@@ -28,7 +28,7 @@ def codec_of(encoding: str) -> str:
 
 
 def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
-    """Return the encoding of a text: by its byte order mark, UTF-8 if it is valid, else the likeliest.
+    """Return the encoding of a text: by its byte order mark, UTF-8 if valid, else the most likely one.
 
     A web page may declare it. Raises UserError if none is likely, or resiliparse is missing.
     """
@@ -50,7 +50,7 @@ def detect(source: Iterable[bytes], path: str, *, is_page: bool) -> str:
     library = load_extra("resiliparse.parse.encoding", f"encoding={AUTO}")
     content = head * is_page + sample
     likeliest = library.detect_encoding(content, max_len=0, from_html_meta=is_page)
-    # UTF-8 is its answer where it has none; no 8-bit text holds NUL
+    # resiliparse returns UTF-8 for an unknown encoding; no 8-bit text holds NUL.
     if likeliest == UTF_8 or b"\0" in content:
         fix = "name it, such as encoding=latin-1; encoding=utf-8 names the first line that is not"
         raise UserError(f"input {path}: no encoding is likely; {fix}")

@@ -1,4 +1,4 @@
-"""The files that an `input=` names, their formats, and neighbouring files that are not read."""
+"""The files of an `input=`, their formats, and neighbouring files that are not read."""
 
 import glob
 import os
@@ -27,14 +27,14 @@ TEXTS = {*SUFFIXES.values()}
 READABLE = ".jsonl, .ndjson, .json of lines, .txt, .md, .html (also .gz, .zst, .bz2, .xz) or .parquet"
 WILDCARDS = "*?["
 LISTED = 100
-"""Limit on the files that a receipt names for each reason; all are counted."""
+"""Most files that a receipt lists for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
 CARD, ATTRIBUTES = "description of a dataset", "attributes of documents (Dolma)"
 NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadFile:
     path: Path
     reason: str
 
@@ -42,23 +42,23 @@ class Unread:
 @dataclass(frozen=True)
 class Listing:
     inputs: tuple[Input, ...]
-    unread: tuple[Unread, ...] = ()
+    unread: tuple[UnreadFile, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return lines on files that may have been meant to be read."""
+        """Return lines on unread files that the user may have meant as input."""
         reasons = {
             f"neither {READABLE}, nor a part train, validation or test": (UNKNOWN_FORMAT, NO_PART),
             f"{CARD}; name it in input= to read it": (CARD,),
         }
         notes = list[str]()
-        for why, unread in reasons.items():
+        for reason, unread in reasons.items():
             names = [entry.path.name for entry in self.unread if entry.reason in unread]
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            notes += [f"not read: {', '.join(names[:5])}{more} ({why})"] * bool(names)
+            suffix = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            notes += [f"not read: {', '.join(names[:5])}{suffix} ({reason})"] * bool(names)
         return notes
 
     def account(self) -> dict[str, Any]:
-        """Count what is not read by reason, and name the first files. Plain JSON."""
+        """Count unread files by reason, and list the first ones. Plain JSON."""
         paths: dict[str, list[str]] = {}
         for entry in self.unread:
             paths.setdefault(entry.reason, []).append(str(entry.path))
@@ -67,28 +67,28 @@ class Listing:
         }
 
 
-Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
-"""Make a listing of files, the folder their names are relative to, and others that are not read."""
+MakeListing = Callable[[Iterable[Path], Path, Iterable[UnreadFile]], Listing]
+"""(files, the folder that their names are relative to, unread files) -> listing."""
 
 
 def find_inputs(config: DataBuildConfig) -> Listing:
     """Return the inputs of a build in corpus order, and the files next to them that are not read.
 
-    Raises UserError for none, two for one part, one that cannot be read, or one that the build would
+    Raises UserError without inputs, for two of one part, an unreadable one, or one that the build would
     overwrite or could not distinguish from its own files.
     """
     listing = search(config.input, HubSource("", config.hub_config, config.hub_split, config.hub_revision))
     out = Path(os.path.realpath(config.out))
-    given = [Path(os.path.realpath(path)) for path in as_paths(config.input)]
-    written = {out / name for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
+    input_paths = [Path(os.path.realpath(path)) for path in as_paths(config.input)]
+    output_paths = {out / name for name in (REJECTED, INPUTS, RECEIPT, "tokenizer.json")}
     for item in listing.inputs:
         if item.path.startswith((HUB, S3)):
             continue
-        real = Path(os.path.realpath(item.path))
-        if real in written:
+        real_path = Path(os.path.realpath(item.path))
+        if real_path in output_paths:
             raise UserError(f"out={config.out} would replace the input {item.path}; set another out=")
         # files in `out` are the user's only if `out` is the input folder itself, or above it
-        if real.is_relative_to(out) and not any(path.is_relative_to(out) for path in given):
+        if real_path.is_relative_to(out) and not any(path.is_relative_to(out) for path in input_paths):
             raise UserError(
                 f"out={config.out} lies inside input={format_value(config.input)} and holds {item.path}, "
                 "which no build wrote; set another out=, or move the file"
@@ -96,12 +96,12 @@ def find_inputs(config: DataBuildConfig) -> Listing:
     return listing
 
 
-def search(given: Paths, hub: HubSource | None = None) -> Listing:
+def search(paths: Paths, hub: HubSource | None = None) -> Listing:
     """Find the contents of an `input=`: Hub datasets (`hub` has their settings), files, folders, globs.
 
-    The files of several are named by their number too. Raises UserError, also for a file that two name.
+    With several paths, names of files begin with the path's number. Raises UserError, also for duplicates.
     """
-    listings = [search_path(path, replace(hub or HubSource(""), path=path)) for path in as_paths(given)]
+    listings = [search_path(path, replace(hub or HubSource(""), path=path)) for path in as_paths(paths)]
     if not listings:
         raise UserError("input=[] names nothing to read: name a file, a folder or a glob")
     if len(listings) == 1:
@@ -111,13 +111,13 @@ def search(given: Paths, hub: HubSource | None = None) -> Listing:
         for number, listing in enumerate(listings)
         for item in listing.inputs
     ]
-    paths = Counter(os.path.realpath(item.path) for item in inputs)
-    if twice := next((item for item in inputs if paths[os.path.realpath(item.path)] > 1), None):
-        raise UserError(f"input={format_value(given)} names {twice.path} twice: remove one of the two")
+    counts = Counter(os.path.realpath(item.path) for item in inputs)
+    if duplicate := next((item for item in inputs if counts[os.path.realpath(item.path)] > 1), None):
+        raise UserError(f"input={format_value(paths)} names {duplicate.path} twice: remove one of the two")
     if len({item.split is None for item in inputs}) > 1:
         part = next(item for item in inputs if item.split)
         raise UserError(
-            f"input={format_value(given)}: {part.path} is the part {part.split}, and others are of no part: "
+            f"input={format_value(paths)}: {part.path} is the part {part.split}, and others are of no part: "
             "build a corpus of each, and join them by `mlm data merge`"
         )
     return Listing(tuple(inputs), tuple(entry for listing in listings for entry in listing.unread))
@@ -126,7 +126,7 @@ def search(given: Paths, hub: HubSource | None = None) -> Listing:
 def search_path(path: str, hub: HubSource) -> Listing:
     if path.startswith(HUB):
         return Listing((find_hub(hub),))
-    ignore_patterns.cache_clear()  # another build may have begun or ended
+    ignore_patterns.cache_clear()  # other builds may have started or ended
     root, setting = Path(path), f"input={path}"
     if is_stored(path):
         listing = in_store(path)
@@ -139,72 +139,74 @@ def search_path(path: str, hub: HubSource) -> Listing:
     else:
         raise UserError(f"{setting} does not exist: name a file {READABLE}, a folder or a glob of them")
     if not listing.inputs:
-        others = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
-        skipped = f", only {len(others)} others such as {others[0]}" if others else ""
+        unread_names = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
+        skipped = f", only {len(unread_names)} others such as {unread_names[0]}" if unread_names else ""
         fix = "name another, or rename it to its format; a .jsonl holds one object per line"
         raise UserError(f"{setting} holds no {READABLE}{skipped}: {fix}")
-    # README.md next to records, or the only document in Markdown, describes the others and is not read
+    # A README.md next to records, or to text without other Markdown, describes the data and is not read.
     cards = [item for item in listing.inputs if Path(item.path).name.lower() == "readme.md"]
     inputs = tuple(item for item in listing.inputs if item not in cards)
     kinds = {(kind_of(Path(item.path)) or "").partition(".")[0] for item in inputs}
     has_notes = any({".md", ".markdown"}.intersection(Path(item.path.lower()).suffixes) for item in inputs)
     if not inputs or (has_notes and kinds.isdisjoint(("jsonl", "parquet"))):
         return listing
-    return Listing(inputs, (*listing.unread, *(Unread(Path(item.path), CARD) for item in cards)))
+    return Listing(inputs, (*listing.unread, *(UnreadFile(Path(item.path), CARD) for item in cards)))
 
 
 def in_store(url: str) -> Listing:
     objects = {Path(stored.url.removeprefix(S3)): stored for stored in list_objects(url)}
 
-    def read(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
-        inputs, others = list[Input](), list(unread)
+    def make_listing(files: Iterable[Path], root: Path, unread: Iterable[UnreadFile]) -> Listing:
+        inputs, unread_files = list[Input](), list(unread)
         for file in files:
             name, stored = file.relative_to(root), objects[file]
             if any(part.startswith(".") for part in name.parts):
-                others.append(Unread(file, HIDDEN))
+                unread_files.append(UnreadFile(file, HIDDEN))
             elif kind_of(file) is None:
-                others.append(Unread(file, UNKNOWN_FORMAT))
+                unread_files.append(UnreadFile(file, UNKNOWN_FORMAT))
             else:
                 inputs.append(Input(name.as_posix(), stored.url, stored.bytes, stored.digest, None))
-        return Listing(tuple(inputs), tuple(others))
+        return Listing(tuple(inputs), tuple(unread_files))
 
     root, files = Path(url.removeprefix(S3)), sorted(objects)
     root = root.parent if root in objects else root
-    return parts_in(root, files, read) or read(files, root, [])
+    return parts_in(root, files, make_listing) or make_listing(files, root, [])
 
 
 def in_folder(root: Path) -> Listing:
     """Return the parts of a folder with train.*, else every readable file below it, sorted by path.
 
-    Links to folders are followed, once each. Raises UserError.
+    Links to folders are followed once each. Raises UserError.
     """
     try:
-        beside = sorted(path for path in root.iterdir() if not (path.name.startswith(".") or path.is_dir()))
+        top_files = sorted(
+            path for path in root.iterdir() if not (path.name.startswith(".") or path.is_dir())
+        )
     except OSError as error:
         raise_unreadable(error)
-    if (parts := parts_in(root, beside, readable_files)) is not None:
+    if (parts := parts_in(root, top_files, readable_files)) is not None:
         return parts
-    files, unread, seen = list[Path](), list[Unread](), set[str]()
+    files, unread, visited = list[Path](), list[UnreadFile](), set[str]()
     for path, folders, names in os.walk(root, followlinks=True, onerror=raise_unreadable):
         folder = Path(path)
-        if (real := os.path.realpath(path)) in seen:
-            unread.append(Unread(folder, "link to a folder that is read already"))
+        if (real_path := os.path.realpath(path)) in visited:
+            unread.append(UnreadFile(folder, "link to a folder that is read already"))
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real_path)
         reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
         reasons |= {name: OWN for name in (*folders, *names) if is_own(folder / name)}
         reasons |= {name: ATTRIBUTES for name in folders if name == "attributes" and "documents" in folders}
-        unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
+        unread += [UnreadFile(folder / name, reason) for name, reason in reasons.items()]
         folders[:] = sorted(name for name in folders if name not in reasons)
         files += [folder / name for name in names if name not in reasons]
     return readable_files(sorted(files), root, unread)
 
 
 def in_glob(pattern: str) -> Listing:
-    # `glob` passes over a folder that may hold matches and denies a look
+    # `glob` silently skips unreadable folders that may hold matches.
     levels = [Path(pattern), *Path(pattern).parents]
-    needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
+    needs = {folder: glob.has_magic(child.name) for child, folder in pairwise(levels)}
     needs |= {level: True for level in levels if level.name == "**"}
     for level, is_listed in needs.items():
         for folder in glob.glob(os.path.join(level, ""), recursive=True):
@@ -215,15 +217,15 @@ def in_glob(pattern: str) -> Listing:
             except OSError as error:
                 raise_unreadable(error)
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    files = sorted({Path(path) for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)})
     if not files:
         raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
-    own = [path for path in files if is_own(path)]
-    others = sorted(set(files).difference(own))
-    return readable_files(others, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
+    unread = [UnreadFile(path, OWN) for path in files if is_own(path)]
+    inputs = [path for path in files if not is_own(path)]
+    return readable_files(inputs, Path(pattern[:first] + "x").parent, unread)
 
 
-def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
+def parts_in(root: Path, files: list[Path], make_listing: MakeListing) -> Listing | None:
     """Return train.*, validation.* and test.* of the folder `root`; None if it has no such file."""
     parts = dict[Path, str]()
     for file in files:
@@ -233,42 +235,42 @@ def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
             parts[file] = stem  # train of train.jsonl.gz
     if not parts:
         return None
-    named = sorted(parts, key=lambda file: SPLITS.index(parts[file]))
+    part_files = sorted(parts, key=lambda file: SPLITS.index(parts[file]))
     if "train" not in parts.values():
         raise UserError(
-            f"input={root} holds {named[0].name} but no train.jsonl or the like: add it, or name "
+            f"input={root} holds {part_files[0].name} but no train.jsonl or the like: add it, or name "
             f"the files of one corpus by a glob"
         )
-    for first, second in pairwise(named):
+    for first, second in pairwise(part_files):
         if parts[first] == parts[second]:
             raise UserError(
                 f"input={root} holds {first.name} and {second.name}, all for the part {parts[first]}: "
                 "keep one of them"
             )
-    others = [Unread(file, OWN if is_own(file) else NO_PART) for file in files if file not in parts]
-    listing = read(named, root, others)
+    unread = [UnreadFile(file, OWN if is_own(file) else NO_PART) for file in files if file not in parts]
+    listing = make_listing(part_files, root, unread)
     inputs = tuple(replace(item, split=parts[root / item.name]) for item in listing.inputs)
     return replace(listing, inputs=inputs)
 
 
-def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
+def readable_files(files: Iterable[Path], root: Path, unread: Iterable[UnreadFile]) -> Listing:
     """Return the files as inputs, named by their paths below `root`, and the files of unknown formats.
 
-    Raises UserError for one that cannot be read, and for a link that leads nowhere, maybe to a folder.
+    Raises UserError for an unreadable file and a dangling link.
     """
-    inputs, others = list[Input](), list(unread)
+    inputs, all_unread = list[Input](), list(unread)
     for file in files:
         if kind_of(file) is None and os.path.exists(file):
-            others.append(Unread(file, UNKNOWN_FORMAT))
+            all_unread.append(UnreadFile(file, UNKNOWN_FORMAT))
             continue
-        if (kind := file_type_name(file)) != "a file":  # a FIFO is not opened: that would wait
+        if (kind := file_type_name(file)) != "a file":  # opening a FIFO would block
             raise UserError(f"input {file} is {kind}: {NAME_OTHERS}")
         try:
             open(file, "rb").close()
         except OSError as error:
             raise_unreadable(error)
         inputs.append(Input(file.relative_to(root).as_posix(), str(file), file.stat().st_size, "", None))
-    return Listing(tuple(inputs), tuple(sorted(others, key=lambda entry: entry.path)))
+    return Listing(tuple(inputs), tuple(sorted(all_unread, key=lambda entry: entry.path)))
 
 
 def raise_unreadable(error: OSError) -> NoReturn:
@@ -283,8 +285,8 @@ def kind_of(path: Path) -> str | None:
 def formats(path: Path) -> tuple[str, str | None]:
     """Return the name without the suffixes of its format, and that format.
 
-    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is read if
-    its first line is one of several.
+    A compressed .json holds one object per line, as in published corpora (C4, The Pile); a plain .json is
+    read if its first line is an object and more lines follow.
     """
     name = path.name.lower()
     packing = next((suffix for suffix in (".gz", ".zst", ".bz2", ".xz") if name.endswith(suffix)), "")
@@ -305,11 +307,11 @@ def formats(path: Path) -> tuple[str, str | None]:
 
 @lru_cache(maxsize=1024)
 def ignore_patterns(folder: Path) -> tuple[str, ...]:
-    """Return patterns of the entries of a folder that a build wrote; none unless it is a build's."""
+    """Return patterns of the files that a build wrote into its folder; () for other folders."""
     kind = kind_of_folder(folder)
     return tuple(KINDS[kind].writes) if kind in ("corpus", "corpus-work") else ()
 
 
 def is_own(path: Path) -> bool:
-    """True for what a build wrote: files of a corpus or a work folder, and of a stage's folder in that."""
+    """True for files that a build wrote: in a corpus or work folder, or a stage's folder."""
     return any(matches_any(entry.name, ignore_patterns(entry.parent)) for entry in (path, path.parent))

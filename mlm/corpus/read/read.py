@@ -1,9 +1,9 @@
-"""Readers of lines and plain text: the documents of a shard in order, and every bad record by file and line.
+"""Readers of lines and plain text: the documents of a shard in order, and bad records by file and line.
 
-A `.jsonl` file holds one object per line; a byte order mark before the first is skipped, and so are empty
-lines. A `.txt` or `.md` file is one document, or several that end at lines holding only `<|endoftext|>`. A
-`.html` file is one, its main text by resiliparse. Empty texts are documents. NUL is a character like any
-other: it is valid in UTF-8 and in JSON (ftfy removes it).
+A `.jsonl` file holds one object per line; a leading byte order mark and empty lines are skipped. A `.txt` or
+`.md` file is one document, or several that end at lines with only `<|endoftext|>`. A `.html` file is one
+document, its main text by resiliparse. Empty texts are documents. NUL is an ordinary character: it is valid
+in UTF-8 and in JSON (ftfy removes it).
 """
 
 import codecs
@@ -29,11 +29,10 @@ def read_shard(
 ) -> Iterator[Document]:
     """Yield the documents of a shard in corpus order.
 
-    `reject` receives every bad record; when it returns, reading continues. Memory holds one record and a few
-    blocks, whatever the file holds. Raises UserError for a file that cannot be opened or a Hub that cannot be
-    reached.
+    `reject` receives every bad record; if it returns, reading continues. Memory holds one record and a few
+    blocks. Raises UserError if a file cannot be opened or the Hub cannot be reached.
     """
-    lines_before.cache_clear()  # another file may have this name now
+    lines_before.cache_clear()  # the file may have changed
     readers = {
         "jsonl": read_jsonl,
         "txt": read_text,
@@ -95,7 +94,7 @@ def read_text(shard: InputShard, intake: Intake) -> Iterator[Document]:
                 continue
             size += length
             if line is None or size > intake.max_bytes:
-                content = bytearray()  # dropped while it is read
+                content = bytearray()  # too long: dropped while it is read
             else:
                 content += line
                 if length > len(line):
@@ -147,7 +146,7 @@ def undecodable(encoding: str, problem: str, location: RecordLocation) -> BadRec
 
 
 def text_blocks(path: str, encoding: str, begin: int = 0) -> Iterator[bytes]:
-    """Yield a text from byte `begin` on as UTF-8; the byte 0xFF, which UTF-8 never holds, is what is no text.
+    """Yield a text from byte `begin` on as UTF-8, with the byte 0xFF for undecodable input.
 
     Raises as `blocks` does.
     """
@@ -165,35 +164,35 @@ def text_blocks(path: str, encoding: str, begin: int = 0) -> Iterator[bytes]:
 def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | bytearray | None, int]]:
     """Yield lines without their newline, and their length with it; None for a line above `max_bytes`.
 
-    Such a line is dropped while it is read: at most `max_bytes` and two blocks are held.
+    Such a line is dropped while it is read: memory holds at most `max_bytes` and two blocks.
     """
     unfinished, size = bytearray(), 0
     for block in source:
-        *ended, rest = block.split(b"\n")
-        for piece in ended:
+        *complete, remainder = block.split(b"\n")
+        for piece in complete:
             size += len(piece)
             if size > max_bytes:
                 yield None, size + 1
             else:
                 yield (unfinished + piece if unfinished else piece), size + 1
             unfinished, size = bytearray(), 0
-        size += len(rest)
+        size += len(remainder)
         if size > max_bytes:
             unfinished = bytearray()
         else:
-            unfinished += rest
+            unfinished += remainder
     if size:
         yield (None if size > max_bytes else unfinished), size
 
 
 def first_line(path: str, begin: int, end: int) -> int | None:
-    """Return the start of the first line that begins in [begin, end); None if there is none.
+    """Return the start of the first line that begins in [begin, end); None without one.
 
-    Reads to the end of the preceding line and holds none of it. Raises UserError if the file cannot be read.
+    Reads to the end of the preceding line. Raises UserError if the file cannot be read.
     """
     if begin == 0:
         return begin
-    # from the byte before: when it is a newline, a line starts at `begin`
+    # Search from the byte before: if it is a newline, a line starts at `begin`.
     position = begin - 1
     for block in raw_blocks(path, position):
         newline = block.find(b"\n")

@@ -1,4 +1,4 @@
-"""Types that the readers of all formats share: inputs, shards, documents, locations, and bad records."""
+"""Types shared by the readers of all formats: inputs, shards, documents, locations, and bad records."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,31 +16,29 @@ class Input:
     """One file, object of a store, or Hub dataset."""
 
     name: str
-    """Its path below the folder or glob that was given: names are unique in a build."""
+    """Path below the user's folder or glob; unique in a build."""
     path: str
     bytes: int
-    """Size of the file; of a Hub dataset the size on its card, 0 if unknown."""
+    """Size of the file, or of a Hub dataset by its card; 0 if unknown."""
     digest: str
-    """Content digest: empty for files until they are read; a Hub dataset's is its commit, an object's its
-    ETag."""
+    """Content digest, "" for files before they are read; commit of a Hub dataset, ETag of an object."""
     split: str | None
-    """The part it belongs to, None if its documents are divided."""
+    """Part of the corpus, None if documents are assigned to parts."""
     state: tuple[int, ...] = ()
-    """Size and times of change when it was digested; empty for a Hub dataset."""
+    """Size and modification times when it was digested; () for a Hub dataset."""
     encoding: str = UTF_8
     """Python's name of its encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputShard:
-    """Range of an input that one task reads. Plain values, which JSON can hold."""
+    """Range of an input that one task reads."""
 
     input: Input
     kind: str
     """jsonl, txt, html (also .gz, .zst, .bz2, .xz), parquet or hub."""
     begin: int
-    """In bytes of a file, rows of a Parquet file (where row groups begin), or
-    shards of a Hub dataset."""
+    """In bytes of a file, rows of a Parquet file (at row groups), or shards of a Hub dataset."""
     end: int
 
     @property
@@ -50,11 +48,11 @@ class InputShard:
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Location of a record; `str(location)` is shown to users: `file:12`, or `file:row 12` in a table."""
+    """Location of a record; `str(location)` is `file:12`, or `file:row 12` in a table."""
 
     source: str
     number: int
-    """Line or row, from 1 on, counted from byte `begin` of the file."""
+    """Line or row, counted from 1 at byte `begin` of the file."""
     unit: str = ""
     begin: int = 0
 
@@ -64,20 +62,20 @@ class RecordLocation:
 
 @lru_cache(maxsize=4)
 def lines_before(path: str, begin: int) -> int:
-    """Count newlines in the first bytes of a file: only errors need them. Raises UserError."""
+    """Count newlines in the first `begin` bytes of a file, for errors. Raises UserError."""
     if begin == 0:
         return 0
-    count, left = 0, begin
+    count, remaining = 0, begin
     with readable(path), open_binary(path) as f:
-        while left and (block := f.read(min(left, 1 << 20))):
+        while remaining and (block := f.read(min(remaining, 1 << 20))):
             count += block.count(b"\n")
-            left -= len(block)
+            remaining -= len(block)
     return count
 
 
 @dataclass(slots=True)
 class Document:
-    """One text and its location. The text may be empty."""
+    """A text, which may be empty, and its location."""
 
     text: str
     num_bytes: int
@@ -86,11 +84,11 @@ class Document:
 
 
 class BadRecordError(Exception):
-    """A record that is not a document: the rule it breaks, and the problem in one line.
+    """A record that is not a document: the violated rule, and the problem in one line.
 
     Attributes:
-        location: set by its reader where `reject` would not know it exactly
-        fix: None for the command's
+        location: set by a reader with a more exact location than `reject` receives
+        fix: None for the command's default
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Settings that the readers of all formats share, and a callback for bad records."""
+    """Settings shared by the readers of all formats, and a callback for bad records."""
 
     text_key: str
     max_bytes: int
@@ -120,7 +118,7 @@ class Intake:
     def attempt(
         self, location: RecordLocation, make: Callable[..., Document], *arguments: Any
     ) -> Iterator[Document]:
-        """Yield the document that `make` returns, or report the bad record that it raises."""
+        """Yield the document that `make` returns, or reject the bad record that it raises."""
         try:
             document = make(*arguments)
         except BadRecordError as error:
@@ -129,8 +127,8 @@ class Intake:
             yield document
 
     def damaged(self, location: RecordLocation, reason: object) -> None:
-        why = " ".join(str(reason).split())
-        self.reject(location, BadRecordError("damaged", f"the file is {DAMAGED}; its rest is lost ({why})"))
+        line = " ".join(str(reason).split())
+        self.reject(location, BadRecordError("damaged", f"the file is {DAMAGED}; its rest is lost ({line})"))
 
     def document(self, record: Mapping[str, Any], location: RecordLocation) -> Document:
         """Make the document of a JSON object or table row. Raises BadRecordError."""
@@ -148,10 +146,10 @@ class Intake:
         return Document(text, size, location)
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
-        """Return the error of a record that has only these keys or columns."""
-        known = ", ".join(islice((" ".join(str(key).split())[:40] for key in keys), 20)) or "none"
-        detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
+        """Return the error of a record whose keys or columns lack the text."""
+        listed = ", ".join(islice((" ".join(str(key).split())[:40] for key in keys), 20)) or "none"
+        detail = f'no key "{self.text_key}" (its keys: {listed}; text_key names the one with the text)'
         return BadRecordError("no_text", detail)
 
-    def too_long(self, what: str) -> BadRecordError:
-        return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")
+    def too_long(self, noun: str) -> BadRecordError:
+        return BadRecordError("too_long", f"a {noun} of more than max_document_bytes={self.max_bytes} bytes")

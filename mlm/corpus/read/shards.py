@@ -1,7 +1,6 @@
-"""Shards: the parts of the inputs that tasks work on, and the digests that identify a build's inputs.
+"""Shards: the parts of the inputs that tasks process, and the digests that identify a build's inputs.
 
-How an input is divided decides nothing but who reads what: the documents of all shards, one after the other,
-are the inputs' in their order.
+The division does not change the output: the documents of all shards, in order, are those of the inputs.
 """
 
 import json
@@ -23,11 +22,11 @@ from mlm.util.object_store import is_stored, list_objects
 from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
-"""Bytes of text that take about as long to read as a file takes to open."""
+"""Bytes of text that take as long to read as a file takes to open."""
 SHARED_PART = 4
-"""Several small files share a task up to this part of a shard's bytes."""
+"""Small files share a task of up to shard_bytes / SHARED_PART bytes."""
 TEXT_END = b"<|endoftext|>"
-"""A line of a .txt file with just this ends a document."""
+"""A line of a .txt file that ends a document."""
 
 
 def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
@@ -55,12 +54,12 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
 def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
-    Small files share a task, so that the number of tasks grows with the bytes of the input and not with its
-    files. A group belongs to one part.
+    Small files share a task, so that the number of tasks grows with the bytes of the input, not with files. A
+    group belongs to one part.
     """
     count, bounds, filled = Counter(shard.path for shard in shards), [0], 0
     for i, shard in enumerate(shards):
-        # the size of a Hub's shard is not known
+        # The size of a Hub dataset's shard is unknown.
         size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
         is_part_end = i and shard.input.split != shards[i - 1].input.split
         if is_part_end or (i and filled + size > shard_bytes // SHARED_PART):
@@ -71,7 +70,7 @@ def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
 
 
 def with_digests(inputs: Sequence[Input], encoding: str) -> tuple[Input, ...]:
-    """Return the inputs with content digests, which a Hub dataset has already, and encodings.
+    """Return the inputs with content digests and encodings; Hub datasets have a digest already.
 
     Raises UserError.
     """
@@ -91,7 +90,7 @@ def with_digests(inputs: Sequence[Input], encoding: str) -> tuple[Input, ...]:
 
 
 def with_encoding(item: Input, encoding: str) -> Input:
-    """Return an input with the encoding that `encoding=` names, or that is detected. Raises UserError."""
+    """Return an input with the encoding of `encoding=`, or the detected one. Raises UserError."""
     kind = (kind_of(Path(item.path)) or "").partition(".")[0]
     if item.path.startswith(HUB) or kind not in TEXTS:
         return item
@@ -100,11 +99,11 @@ def with_encoding(item: Input, encoding: str) -> Input:
     try:
         return replace(item, encoding=detect(blocks(item.path), item.path, is_page=kind == "html"))
     except DamagedError:
-        return item  # reading it reports the damage
+        return item  # the reader reports the damage
 
 
 def describe_encodings(inputs: Iterable[Input]) -> str:
-    """Name the first files of each encoding but UTF-8; empty for none."""
+    """Name the first files of each encoding except UTF-8; "" if all are UTF-8."""
     names: dict[str, list[str]] = {}
     for item in inputs:
         if item.encoding != UTF_8:
@@ -116,7 +115,7 @@ def describe_encodings(inputs: Iterable[Input]) -> str:
 
 
 def input_lines(inputs: Sequence[Input]) -> bytes:
-    """Return a line of JSON with name, size and digest of each input, and its encoding if not UTF-8."""
+    """Return a JSON line with name, size and digest of each input, and its encoding if not UTF-8."""
     lines = list[dict[str, Any]]()
     for item in inputs:
         lines.append({"name": item.name, "bytes": item.bytes, "digest": item.digest})
@@ -132,7 +131,7 @@ def state_of(path: str) -> tuple[int, int, int]:
 
 
 def check_unchanged(item: Input) -> None:
-    """Raise UserError if an input was written to since it was digested."""
+    """Raise UserError if an input has changed since it was digested."""
     if is_stored(item.path):
         is_same = [stored.digest for stored in list_objects(item.path)] == [item.digest]
     else:

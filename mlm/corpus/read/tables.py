@@ -1,8 +1,8 @@
 """Documents of tables: Parquet files and datasets of the Hugging Face Hub. Needs mlm[data].
 
-Only the text column of a Parquet file is read, a few rows at a time. A Hub dataset is streamed by the library
-`datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later reject a dataset
-that needs a script, and only formats that hold text are accepted (FORMATS).
+Only the text column of a Parquet file is read, a few rows at a time. The library `datasets` streams a Hub
+dataset, with a small cache. No code of a dataset runs: `datasets` 4 and later reject a dataset with a script,
+and only text formats are accepted (FORMATS).
 """
 
 import json
@@ -38,9 +38,9 @@ def open_table(path: str) -> tuple[Any, list[int]]:
 
 
 def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
-    """Return ranges of rows of whole row groups, of about `shard_bytes` each uncompressed; at least one.
+    """Return ranges of rows of full row groups, of about `shard_bytes` each uncompressed; at least one.
 
-    A damaged file has the range (0, 0): reading it reports the damage. Raises UserError.
+    A damaged file has the range (0, 0): the reader reports the damage. Raises UserError.
     """
     try:
         file, rows = open_table(path)
@@ -49,8 +49,8 @@ def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
     with file:
         sizes = [max(0, file.metadata.row_group(i).total_byte_size) for i in range(file.num_row_groups)]
     ranges, begin, end, size = list[tuple[int, int]](), 0, 0, 0
-    for count, more in zip(rows, sizes, strict=True):
-        end, size = end + count, size + more
+    for count, num_bytes in zip(rows, sizes, strict=True):
+        end, size = end + count, size + num_bytes
         if size >= shard_bytes and count:
             ranges.append((begin, end))
             begin, size = end, 0
@@ -74,7 +74,7 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
                     detail = f'column "{intake.text_key}" holds {text}, not strings'
                     problem = BadRecordError("text_type", detail)
             if problem is not None:
-                if shard.begin == 0:  # once for the file
+                if shard.begin == 0:  # reported once per file
                     intake.reject(RecordLocation(shard.path, 1, unit="row "), problem)
                 return
             for batch in batches(file, rows, shard, intake.text_key):
@@ -92,7 +92,7 @@ def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Itera
     for group, start in enumerate(starts):
         if not shard.begin <= start < shard.end:
             continue
-        # one row group at a time: a batch over two would be lost when the second is damaged
+        # One row group at a time: a batch over two would be lost if the second is damaged.
         source = row_group_batches(file, group, 256, [column])
         while True:
             with readable(shard.path), explain_damage(shard.path):
@@ -104,7 +104,7 @@ def batches(file: Any, rows: list[int], shard: InputShard, column: str) -> Itera
 
 def row_document(batch: Any, index: int, intake: Intake, location: RecordLocation) -> Document:
     value = batch.column(intake.text_key)[index]
-    value = getattr(value, "value", value)  # of a dictionary
+    value = getattr(value, "value", value)  # entry of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
     try:
@@ -127,16 +127,16 @@ class HubSource:
         return f"input={self.path} hub_config={self.config} hub_split={self.split}"
 
     @classmethod
-    def of(cls, pinned: str) -> "HubSource":
-        path, _, rest = pinned.partition("?")
-        return cls(path, *json.loads(rest))
+    def of(cls, path_with_settings: str) -> "HubSource":
+        path, _, settings = path_with_settings.partition("?")
+        return cls(path, *json.loads(settings))
 
 
 def find_hub(source: HubSource) -> Input:
     """Return a dataset as an input. Raises UserError.
 
-    Its path is all that another machine needs to read the same rows. It names the commit, so that the dataset
-    cannot change between two stages.
+    Its path lets another machine read the same rows: it holds the commit, so that the dataset cannot change
+    between stages.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source.path.removeprefix(HUB)):
         raise UserError(f"input={source.path} is not a Hub dataset: write hub:OWNER/NAME")
@@ -156,7 +156,7 @@ def find_hub(source: HubSource) -> Input:
 def open_hub(source: HubSource) -> tuple[Any, Any]:
     """Open the builder of a dataset, and its split as a stream. Raises UserError."""
     datasets = load_extra("datasets", f"input={source.path}")
-    # the prefix keeps `datasets` from taking a folder of the same name for it
+    # With the prefix `datasets` does not read a local folder of the same name.
     name = f"hf://datasets/{source.path.removeprefix(HUB)}"
     with explain_hub_errors(source.setting, LOCAL_COPY):
         builder = datasets.load_dataset_builder(name, source.config, revision=source.revision)
@@ -169,7 +169,7 @@ def open_hub(source: HubSource) -> tuple[Any, Any]:
 
 
 def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
-    """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
+    """Yield documents of a shard of the dataset; rows are counted within the shard."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)
     with explain_hub_errors(source.setting, LOCAL_COPY):

@@ -1,7 +1,7 @@
 """Stage `clean`: read shards, fix and filter their documents, sign them for deduplication.
 
-Task 12 leaves 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, the keys of their
-bands [bands, documents]; and 00012.rejected.jsonl.
+Task 12 writes 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, their band keys
+[bands, documents]; and 00012.rejected.jsonl.
 """
 
 import json
@@ -25,21 +25,21 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import write_atomic
 
 TEXT = np.dtype("u1")
-BATCH_BYTES = 1 << 20  # text processed together: more of it leaves the caches and takes longer
+BATCH_BYTES = 1 << 20  # text processed together, which fits the caches
 BATCH_DOCUMENTS = 4096
-BYTES_PER_TOKEN = 6  # more than English has on average: most documents are counted by their beginning alone
+BYTES_PER_TOKEN = 6  # more than the average of English, so that most documents are counted by their beginning
 
 
 def run(plan: BuildPlan, task: int) -> None:
     """Clean the shards of a task.
 
-    Raises UserError if a file changes while it is read, and with bad_input=refuse UserError or
-    CorruptFileError for bad input.
+    Raises UserError if a file changes while it is read; with bad_input=refuse UserError or CorruptFileError
+    for bad input.
     """
     config, stage = plan.config, plan.stages["clean"]
     rejects = list[bytes]()
     with ExitStack() as stack:
-        cleaning = Cleaning(plan, task, stack)
+        cleaning = CleaningTask(plan, task, stack)
 
         def reject(error: BadRecordError) -> None:
             if config.bad_input == "refuse":
@@ -60,7 +60,7 @@ def run(plan: BuildPlan, task: int) -> None:
     prefix = cleaning.prefix
     files = [bin_path(prefix), idx_path(prefix)]
     if config.dedup.enabled:
-        # a band's keys are contiguous: stage `match` reads one band of all shards
+        # The keys of a band are contiguous, as stage `match` reads one band of all shards.
         by_band = np.ascontiguousarray(np.concatenate(cleaning.keys).T)
         files.append(save(prefix.with_name(f"{task:05d}.keys.npy"), by_band))
     rejected = prefix.with_name(f"{task:05d}.rejected.jsonl")
@@ -68,11 +68,11 @@ def run(plan: BuildPlan, task: int) -> None:
     stage.finish(task, cleaning.counts, [*files, rejected])
 
 
-class Cleaning:
+class CleaningTask:
     """Processing of a task's documents, about a megabyte at a time.
 
-    `counts` of documents and bytes: read + fixed = kept + removed. A text counts with the bytes that were
-    read if it is removed before its tokens are counted, and with its fixed bytes from there on.
+    `counts` of documents and bytes: read + fixed = kept + removed. A text that is removed before its tokens
+    are counted counts with its bytes as read, others with their fixed bytes.
     """
 
     def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
@@ -105,35 +105,35 @@ class Cleaning:
 
     def flush(self) -> None:
         batch, self._batch, self._size = self._batch, [], 0
-        texts, kept = [document.text for document in batch], list[str]()
-        short = set(find_short(self._tokenizer, texts, self._least)) if self._least else set()
+        texts, kept_texts = [document.text for document in batch], list[str]()
+        short_numbers = set(find_short(self._tokenizer, texts, self._least)) if self._least else set()
         for number, document in enumerate(batch):
             content = document.text.encode()
             self.counts["fixed/bytes"] += len(content) - document.num_bytes
-            if number in short:
+            if number in short_numbers:
                 remove(self.counts, "min_tokens", len(content))
                 continue
             self.counts["kept/documents"] += 1
             self.counts["kept/bytes"] += len(content)
-            kept.append(document.text)
+            kept_texts.append(document.text)
             self._writer.add_document(np.frombuffer(content, dtype=TEXT))
         if self._min_hasher is not None:
-            self.keys.append(self._min_hasher.keys(kept))
+            self.keys.append(self._min_hasher.keys(kept_texts))
 
 
 def remove(counts: Counter[str], rule: str, num_bytes: int, unit: str = "documents") -> None:
-    """Count a document (or piece of one) removed by a rule."""
+    """Count a document, or a piece of one, that a rule removed."""
     counts[f"removed/{rule}/{unit}"] += 1
     counts[f"removed/{rule}/bytes"] += num_bytes
 
 
 def find_short(tokenizer: Tokenizer, texts: list[str], least: int) -> Iterator[int]:
     """Yield the indices of texts of fewer than `least` tokens."""
-    # the beginning decides, up to the end of a word: its tokens are the whole document's first ones
-    heads, most = list[str](), least * BYTES_PER_TOKEN
+    # The beginning is enough if it ends at a word: its tokens are the document's first ones.
+    heads, max_letters = list[str](), least * BYTES_PER_TOKEN
     for text in texts:
-        end = text.rfind(" ", 0, most)
-        heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= most else text[:end])))
+        end = text.rfind(" ", 0, max_letters)
+        heads.append(next(segments(tokenizer, text if end <= 0 or len(text) <= max_letters else text[:end])))
     for number, (ids, head) in enumerate(zip(tokenizer.encode_batch(heads), heads, strict=True)):
         count, text = len(ids), texts[number]
         if count < least and len(head) < len(text):

@@ -1,16 +1,16 @@
 """Stages `link`, `group` and `gather`: the components of the links of all bands, in bounded memory.
 
-link    task t: of the links of all bands, those whose greater document is in range t, as stars
+link    task t: the links of all bands whose greater document is in range t, reduced to stars
 group   the components of all links: members [k] and bounds [c + 1], as `duplicates.components` returns them
 gather  the documents to remove, of all tasks of `verify`, in order
 
 A link is (a, v), a < v. Links of the documents of a range are reduced to stars: (m, v), m the least document
-of a component. A star's link whose v is below the range belongs to a lower one. So `group` sweeps the ranges
-twice (time-forward processing, Chiang et al. 1995, "External-memory graph algorithms"). Downwards every v of
-a range gets one link (m, v). Upwards it gets its label, the least document of its component: m, or the label
-of m, which a lower range knows. Memory holds a range's documents and as many links; what ranges tell
-each other lies in files, 16 bytes a link. A component larger than a range is sorted in memory; `verify` takes
-a kilobyte for each of its documents.
+of a component. A link of a star whose v is below the range belongs to a lower range. So `group` sweeps the
+ranges twice (time-forward processing, Chiang et al. 1995, "External-memory graph algorithms"). Downwards
+every v of a range gets one link (m, v). Upwards it gets its label, the least document of its component: m, or
+the label of m, which a lower range has computed. Memory holds a range's documents and as many links; ranges
+exchange links through files, 16 bytes each. A component larger than a range is sorted in memory; `verify`
+takes a kilobyte for each of its documents.
 """
 
 import secrets
@@ -26,17 +26,17 @@ from mlm.corpus.stages.match import CleanTexts, Ids, load
 from mlm.corpus.stages.plan import BuildPlan
 
 BYTES = 256
-"""Memory for a document of a range and a link that is read with it: measured, less than 200."""
+"""Bytes of memory for a document of a range and a link; less than 200 were measured."""
 NO_LINKS = np.empty((0, 2), np.int64)
 
 
 def at_once(plan: BuildPlan) -> int:
-    """Documents of a range, and links that are read together."""
+    """Return the documents of a range, which is also the number of links read together."""
     return max(1, int(plan.config.memory_gb * 1e9) // BYTES)
 
 
 def ranges(begin: int, end: int, most: int) -> Ids:
-    """Bounds of ranges of at most `most` documents in [begin, end): int64 [ranges + 1]."""
+    """Return bounds of ranges of at most `most` documents in [begin, end): int64 [ranges + 1]."""
     count = max(1, -(-(end - begin) // most))
     return begin + np.arange(count + 1) * (end - begin) // count
 
@@ -52,19 +52,19 @@ def link(plan: BuildPlan, task: int) -> None:
             files.append(save(stage.folder / f"{task:05d}-{len(files):05d}.npy", links))
 
     for low, high in pairwise(ranges(begin, end, at_once(plan)).tolist()):
-        kept = NO_LINKS
+        stars = NO_LINKS
         for block in blocks((links_between(links, low, high) for links in band_links), at_once(plan)):
-            kept, below = reduce(kept, block, low, high)
+            stars, below = reduce(stars, block, low, high)
             write(below)
-        write(kept)
+        write(stars)
     stage.finish(task, {}, files)
 
 
-def reduce(kept: Ids, links: Ids, low: int, high: int) -> tuple[Ids, Ids]:
-    """Return the stars of both, whose documents are below `high`: those from `low` on, and the others."""
-    stars = star_links(*components(np.concatenate([kept, links]), high))
-    is_kept = stars[:, 1] >= low
-    return stars[is_kept], stars[~is_kept]
+def reduce(stars: Ids, links: Ids, low: int, high: int) -> tuple[Ids, Ids]:
+    """Return the stars of both links, of documents below `high`: from `low` on, and below `low`."""
+    merged = star_links(*components(np.concatenate([stars, links]), high))
+    is_in_range = merged[:, 1] >= low
+    return merged[is_in_range], merged[~is_in_range]
 
 
 def links_between(links: Ids, low: int, high: int) -> Ids:
@@ -74,7 +74,7 @@ def links_between(links: Ids, low: int, high: int) -> Ids:
 
 
 def blocks(parts: Iterable[Ids], most: int) -> Iterator[Ids]:
-    """Yield arrays joined and divided: `most` rows each, fewer in the last."""
+    """Yield the rows of arrays in blocks of `most` rows; the last has fewer."""
     pending, size = list[Ids](), 0
     for part in parts:
         while size + len(part) >= most:
@@ -102,7 +102,7 @@ class PairFiles:
                 pairs[order[ends[number] : ends[number + 1]]].tofile(f)
 
     def of(self, number: int) -> Ids:
-        """The pairs of a range, mapped: [m, 2]."""
+        """Return the pairs of a range, mapped: [m, 2]."""
         path = self._path(number)
         return np.memmap(path, np.int64, "r").reshape(-1, 2) if path.exists() else NO_LINKS
 
@@ -112,7 +112,7 @@ class PairFiles:
 
 def group(plan: BuildPlan, _: int) -> None:
     stage, most = plan.stages["group"], at_once(plan)
-    token = secrets.token_hex(4)  # another process may do this task, on a node that was given up
+    token = secrets.token_hex(4)  # a process on a lost node may still run this task
     prefix = f"{stage.folder}/.{token}"
     bounds = ranges(0, len(CleanTexts(plan)), most)
     labelled = label_documents([load(path) for path in plan.stages["link"].files()], bounds, prefix, most)
@@ -123,9 +123,9 @@ def group(plan: BuildPlan, _: int) -> None:
             firsts = np.unique(labels)
             keys, documents = np.concatenate([firsts, labels]), np.concatenate([firsts, documents])
             order = np.lexsort((documents, keys))
-            before = members_file.tell() // 8
+            num_before = members_file.tell() // 8
             documents[order].tofile(members_file)
-            (before + starts_of_runs(keys[order])[:-1]).tofile(starts_file)
+            (num_before + starts_of_runs(keys[order])[:-1]).tofile(starts_file)
         np.array([members_file.tell() // 8]).tofile(starts_file)
     files = [
         save(stage.folder / f"{name}.npy", mapped(raw))
@@ -142,33 +142,33 @@ def label_documents(linked: list[Ids], bounds: Ids, prefix: str, most: int) -> P
     `linked` are links [m, 2] sorted by their greater document, `bounds` the ranges [ranges + 1];
     `prefix` begins the names of files.
     """
-    carried, asked, labels, by_label = (
+    carried, queries, labels, by_label = (
         PairFiles(f"{prefix}-{name}", bounds) for name in ("carried", "asked", "labels", "found")
     )
     numbered = list(enumerate(pairwise(bounds.tolist())))
     for number, (low, high) in reversed(numbered):
-        kept = NO_LINKS
-        of_range = [links_between(links, low, high) for links in linked]
-        for block in blocks([*of_range, carried.of(number)], most):
-            kept, below = reduce(kept, block, low, high)
+        stars = NO_LINKS
+        range_links = [links_between(links, low, high) for links in linked]
+        for block in blocks([*range_links, carried.of(number)], most):
+            stars, below = reduce(stars, block, low, high)
             carried.add(below, below[:, 1])
-        is_first = kept[:, 0] >= low
-        labels.add(kept[is_first], kept[is_first, 1])
-        asked.add(kept[~is_first], kept[~is_first, 0])
+        is_first = stars[:, 0] >= low
+        labels.add(stars[is_first], stars[is_first, 1])
+        queries.add(stars[~is_first], stars[~is_first, 0])
     for number, _ in numbered:
-        known = np.array(labels.of(number))
-        known = known[np.argsort(known[:, 1])]
-        by_label.add(known, known[:, 0])
-        for block in blocks([asked.of(number)], most):  # (document of this range, one of a higher range)
-            at = np.searchsorted(known[:, 1], block[:, 0])
-            is_known = np.append(known[:, 1], -1)[at] == block[:, 0]
-            block[is_known, 0] = known[at[is_known], 0]
+        label_pairs = np.array(labels.of(number))
+        label_pairs = label_pairs[np.argsort(label_pairs[:, 1])]
+        by_label.add(label_pairs, label_pairs[:, 0])
+        for block in blocks([queries.of(number)], most):  # (document of this range, of a higher range)
+            rows = np.searchsorted(label_pairs[:, 1], block[:, 0])
+            is_labelled = np.append(label_pairs[:, 1], -1)[rows] == block[:, 0]
+            block[is_labelled, 0] = label_pairs[rows[is_labelled], 0]
             labels.add(block, block[:, 1])
     return by_label
 
 
 def gather(plan: BuildPlan, _: int) -> None:
-    """The near-duplicates that all tasks of `verify` found, sorted."""
+    """Write the near-duplicates of all tasks of `verify`, sorted."""
     verified, stage, texts = plan.stages["verify"], plan.stages["gather"], CleanTexts(plan)
     removed = [load(path) for path in verified.files()]
     with open(raw := stage.folder / f".{secrets.token_hex(4)}.partial", "wb") as f:

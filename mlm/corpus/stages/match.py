@@ -1,14 +1,14 @@
 """Stages `match` and `verify`: which documents are near-duplicates of an earlier one.
 
-match   task b * parts + p: documents that agree on band b, of a part of the keys, as links [m, 2]
+match   task b * parts + p: links [m, 2] of documents that agree on band b, for part p of the keys
 link, group
-        documents that links connect, directly or not, a component each (group.py)
+        the connected components of the links (group.py)
 verify  in every component, in corpus order: a document is removed if its exact Jaccard similarity with an
         earlier kept one is above the threshold
-gather  the documents to remove, of all tasks, in order (group.py); a task of the next stage finds its own
+gather  the documents to remove, of all tasks, in order (group.py)
 
-Documents are numbered over all shards in corpus order. A task of `match` reads the keys of its band again for
-every `memory_gb` / KEY_BYTES of its part.
+Documents are numbered over all shards in corpus order. A task of `match` reads the keys of its band once for
+every `memory_gb` / KEY_BYTES keys of its part.
 """
 
 from functools import lru_cache
@@ -26,17 +26,17 @@ from mlm.data.indexed import IndexedDataset
 Ids = NDArray[np.int64]
 
 KEY_BYTES = 64
-"""Memory for a key, with what is made of it."""
+"""Bytes of memory for a key and the arrays computed from it."""
 
 
 @lru_cache(maxsize=1)
 def first_documents(stage: BuildStage) -> Ids:
-    """Number of the first document of each task of `clean`, then of all documents: [tasks + 1].
+    """Return the number of the first document of each task of `clean`, then of all documents: [tasks + 1].
 
-    Kept between the tasks of a process. A stage's folder is named after all that its counts depend on.
+    Cached between the tasks of a process: the name of a stage's folder depends on all inputs of its counts.
     """
-    kept = [counts["kept/documents"] for counts in stage.counts()]
-    return np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
+    sizes = [counts["kept/documents"] for counts in stage.counts()]
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 class CleanTexts:
@@ -52,7 +52,7 @@ class CleanTexts:
         return int(self.firsts[-1])
 
     def keys_of(self, shard: int) -> NDArray[np.uint64]:
-        """The keys of a shard, mapped: [bands, documents]."""
+        """Return the keys of a shard, mapped: [bands, documents]."""
         return load(self.folder / f"{shard:05d}.keys.npy")
 
     def text(self, document: int) -> str:
@@ -60,7 +60,7 @@ class CleanTexts:
         return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
 
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
-        """Band keys of documents in ascending order: [k, bands]."""
+        """Return the band keys of documents, which ascend: [k, bands]."""
         shards = np.searchsorted(self.firsts, documents, side="right") - 1
         begins = np.flatnonzero(np.diff(shards, prepend=-1))
         ends = [*begins[1:].tolist(), len(documents)]
@@ -85,7 +85,7 @@ def match(plan: BuildPlan, task: int) -> None:
     passes = max(1, -(-len(texts) // (parts * most)))
     files = []
     for residue in range(part, parts * passes, parts):
-        # equal keys have equal residues, so a pass over some of the keys finds all of their links
+        # Equal keys have equal residues, so a pass over one residue finds all its links.
         documents, keys = keys_with(texts, band, residue, parts * passes)
         links = documents[links_of_band(keys)]
         links = links[np.argsort(links[:, 1], kind="stable")]
@@ -96,14 +96,14 @@ def match(plan: BuildPlan, task: int) -> None:
 def keys_with(texts: CleanTexts, band: int, residue: int, modulus: int) -> tuple[Ids, NDArray[np.uint64]]:
     """Return the documents, in order, whose keys of a band have a residue, and these keys: [k] each.
 
-    The arrays of the shards end with this function: links of the keys are found beside one copy of them.
+    The arrays of single shards are freed on return, before links are computed.
     """
     documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
     for shard, first in enumerate(texts.firsts[:-1]):
-        of_shard = texts.keys_of(shard)[band]
-        chosen = np.flatnonzero(of_shard % np.uint64(modulus) == residue)
-        documents.append(chosen + first)
-        keys.append(of_shard[chosen])
+        shard_keys = texts.keys_of(shard)[band]
+        rows = np.flatnonzero(shard_keys % np.uint64(modulus) == residue)
+        documents.append(rows + first)
+        keys.append(shard_keys[rows])
     return np.concatenate(documents), np.concatenate(keys)
 
 
@@ -111,7 +111,7 @@ def verify(plan: BuildPlan, task: int) -> None:
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
     texts, duplicates = CleanTexts(plan), []
-    # about as many documents as of every other task
+    # Tasks get about equally many documents.
     limits = np.array([task, task + 1]) * int(bounds[-1]) // stage.tasks
     begin, end = np.searchsorted(bounds, limits, side="left").tolist()
     for i in range(begin, min(end, len(bounds) - 1)):

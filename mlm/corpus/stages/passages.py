@@ -1,7 +1,7 @@
-"""Passages: the parts of a corpus where documents are too few to be divided between them.
+"""Passages of documents as parts of a corpus with too few documents.
 
-Where no document falls to some part, each document is split into consecutive passages, one for each part,
-train first, at the ends of paragraphs, else of lines, else of words. Text of one part is then in no other.
+If a part would be empty, each document is split into consecutive passages, one for each part, train first, at
+the ends of paragraphs, else of lines, else of words, so that no text is in two parts.
 """
 
 import re
@@ -14,17 +14,17 @@ from mlm.data.config import SPLITS
 from mlm.data.corpus_files import parse_split
 
 FEW = 1000
-"""Most documents that are split: of more, a share of one percent is not empty by chance."""
+"""Most documents that are split: with more, a share of one percent is not empty by chance."""
 HELD_OUT = 4096
-"""Minimum bytes of validation and of test, some thousand tokens; of a short corpus a tenth."""
+"""Minimum bytes of validation and of test, about a thousand tokens; a tenth of a short corpus."""
 SEARCHED = 1 << 16
-"""Bytes searched for an end before a split."""
+"""Bytes before a split that are searched for an end."""
 
 
 def plan_passages(plan: BuildPlan, splits: dict[str, dict[str, int]]) -> BuildPlan | None:
-    """Return the plan that splits documents, for a build whose `splits` (counts of each part) lack some part.
+    """Return the plan that splits documents, for a build with an empty part in `splits` (counts by part).
 
-    None if no part is empty, all are, the input has parts of its own, or documents are many.
+    None if no part is empty, all are, the input is divided into parts, or there are many documents.
     """
     documents = [counts["documents"] for counts in splits.values()]
     if not plan.is_divided or all(documents) or not 0 < sum(documents) <= FEW:
@@ -42,12 +42,12 @@ def plan_passages(plan: BuildPlan, splits: dict[str, dict[str, int]]) -> BuildPl
 
 
 def passages_of(plan: BuildPlan, content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the passages of a document in UTF-8 with their parts, none of them empty."""
+    """Yield (part, passage in UTF-8) of a document, without empty passages."""
     assert plan.held_out is not None
     bounds = [0]
-    for rest in list(accumulate(reversed(plan.held_out)))[::-1]:
-        # split at the last end of a paragraph, else of a line, else of a word
-        target = round(len(content) * (1 - rest))
+    for held_out_share in list(accumulate(reversed(plan.held_out)))[::-1]:
+        # Split at the last end of a paragraph, else of a line, else of a word.
+        target = round(len(content) * (1 - held_out_share))
         begin = max(bounds[-1], target - SEARCHED)
         window = content[begin:target]
         for end_pattern in (rb"\n[ \t\r]*\n", rb"\n", rb"\s"):
@@ -55,10 +55,10 @@ def passages_of(plan: BuildPlan, content: bytes) -> Iterator[tuple[str, bytes]]:
                 bounds.append(begin + ends[-1].end())
                 break
         else:
-            at = len(window)
-            while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
-                at -= 1
-            bounds.append(begin + max(0, at - 1) if at else target)
+            cut = len(window)
+            while cut and window[cut - 1] & 0xC0 == 0x80:  # not inside a letter
+                cut -= 1
+            bounds.append(begin + max(0, cut - 1) if cut else target)
     bounds.append(len(content))
     for part, (begin, end) in zip(plan.parts, pairwise(bounds), strict=True):
         if begin < end:

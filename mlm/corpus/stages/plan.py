@@ -1,8 +1,8 @@
 """The plan of a build: its stages, the folder of each, the markers of finished tasks, the files of each task.
 
-The folders of stages are named after the digest of all that a build is a function of: what is in them was
-made by an equal build. The marker of a task is written last and atomically: where it is, the files are
-complete. So a build that was killed continues.
+The names of the stages' folders contain the digest of everything that determines a build, so their files are
+from an identical build. A task writes its marker last and atomically, so files with a marker are complete and
+a killed build continues.
 """
 
 import json
@@ -24,25 +24,25 @@ from mlm.util.files import digest_bytes, write_atomic
 VERSION = 4  # of what the stages write
 EVALUATION = "evaluation.jsonl"
 PART_BYTES, MOST_PARTS = 1 << 37, 16
-"""Input for a part of a band's keys, each of which reads them all, and most parts."""
+"""Bytes of input for each part of a band's keys, and most parts: each task of `match` reads all keys."""
 MOST_RANGES = 256
-"""Most tasks of `link`, each of which opens all files of `match`."""
+"""Most tasks of `link`: each opens all files of `match`."""
 
 
 @dataclass(frozen=True)
 class BuildStage:
-    """One step of a build: independent tasks that read the stages before it."""
+    """A step of a build: independent tasks that read the preceding stages."""
 
     name: str
     tasks: int
     folder: Path
-    """Folder of its tasks' files."""
+    """Folder of the tasks' files."""
 
     def marker(self, task: int) -> Path:
         return self.folder / f"{task:05d}.done.json"
 
     def is_done(self, task: int) -> bool:
-        """True if a task has left its marker, and its files have the sizes in it."""
+        """True if a task has written its marker, and its files have the sizes in it."""
         try:
             sizes = json.loads(self.marker(task).read_bytes())["files"]
             return all((self.folder / name).stat().st_size == size for name, size in sizes.items())
@@ -71,7 +71,7 @@ class BuildStage:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A build, as the command and its tasks see it."""
+    """A build: its settings, stages and tasks."""
 
     config: DataBuildConfig
     work: Path
@@ -82,18 +82,18 @@ class BuildPlan:
     evaluation: str | None
     """Digest of the evaluation texts to keep out, or None."""
     parts: tuple[str, ...]
-    """Parts of the corpus: the input folder's, or the ones with a share."""
+    """Parts of the corpus: of the input folder, or with a share."""
     is_divided: bool
     """True if documents are assigned to parts; False if the input folder has parts."""
     stages: dict[str, BuildStage]
-    """By name, in their order."""
+    """By name, in order."""
     shards: Mapping[int, Sequence[InputShard]]
     """Shards of each task of the stages `clean` and `tokenise`."""
     held_out: tuple[float, ...] | None = None
     """Shares of each document for `parts` after train, as passages; None keeps documents whole."""
 
     def of_task(self, task: int) -> "BuildPlan":
-        """Return the plan for a worker: the memory of one does not grow with the files of the build."""
+        """Return the plan with the shards of one task, so that a worker's memory stays constant."""
         return replace(self, shards={task: self.shards[task]} if task in self.shards else {})
 
     def load_tokenizer(self) -> Tokenizer:
@@ -105,35 +105,35 @@ def make_plan(
     work: Path,
     shards: Sequence[InputShard],
     bounds: Sequence[int],
-    made_of: dict[str, Any],
+    identity: dict[str, Any],
 ) -> BuildPlan:
     """Plan a build.
 
-    `bounds` are the first shard of each task, then the number of shards; `made_of` is all that the output is
-    a function of.
+    `bounds` are the first shard of each task, then the number of shards; `identity` is everything that
+    determines the output.
     """
-    given = {shard.input.split for shard in shards if shard.input.split}
+    input_parts = {shard.input.split for shard in shards if shard.input.split}
     shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
-    parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
-    many = len(bounds) - 1
-    tasks = {"clean": many}
+    parts = tuple(part for part in SPLITS if (part in input_parts if input_parts else shares[part] > 0))
+    num_tasks = len(bounds) - 1
+    tasks = {"clean": num_tasks}
     if config.dedup.enabled:
-        of_keys = min(MOST_PARTS, 1 + sum(shard.end - shard.begin for shard in shards) // PART_BYTES)
-        tasks |= {"match": config.dedup.bands * of_keys, "link": min(many, MOST_RANGES), "group": 1}
-        tasks |= {"verify": many, "gather": 1}
-    tasks |= {"tokenise": many, "merge": len(parts)}
+        key_parts = min(MOST_PARTS, 1 + sum(shard.end - shard.begin for shard in shards) // PART_BYTES)
+        tasks |= {"match": config.dedup.bands * key_parts, "link": min(num_tasks, MOST_RANGES), "group": 1}
+        tasks |= {"verify": num_tasks, "gather": 1}
+    tasks |= {"tokenise": num_tasks, "merge": len(parts)}
     ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
-    identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
-    name = identity.partition(":")[2][:16]
+    digest = digest_bytes(json.dumps([VERSION, identity, ranges, list(bounds)]).encode())
+    name = digest.partition(":")[2][:16]
     stages = {stage: BuildStage(stage, count, work / f"{stage}-{name}") for stage, count in tasks.items()}
     return BuildPlan(
         config,
         work,
-        tokenizer=made_of["tokenizer"],
-        special=(made_of["eod_id"], made_of["bos_id"]),
-        evaluation=made_of["evaluation_texts"],
+        tokenizer=identity["tokenizer"],
+        special=(identity["eod_id"], identity["bos_id"]),
+        evaluation=identity["evaluation_texts"],
         parts=parts,
-        is_divided=made_of["split"] is not None,
+        is_divided=identity["split"] is not None,
         stages=stages,
         shards={task: shards[begin:end] for task, (begin, end) in enumerate(pairwise(bounds))},
     )
@@ -145,8 +145,8 @@ def _load_tokenizer(path: Path, _digest: str, eod: int, bos: int | None) -> Toke
 
 
 def shard_bytes(total: int) -> int:
-    """Return the size of a shard for `total` bytes of input: 8 MiB to 1 GiB, about 4,096 shards between.
+    """Return the bytes of a shard for `total` bytes of input: 8 MiB to 1 GiB, for about 4,096 shards.
 
-    It decides how the work is divided and never the output.
+    It never changes the output.
     """
     return min(1 << 30, max(1 << 23, total // 4096))

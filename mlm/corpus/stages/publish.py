@@ -34,10 +34,10 @@ def merge(plan: BuildPlan, task: int) -> None:
 
 
 def publish(plan: BuildPlan, out: Path) -> list[str]:
-    """Move the merged files into the corpus folder, with the list of rejected records if there are any.
+    """Move the merged files into the corpus folder, with a list of rejected records; return their names.
 
-    Returns their names. An .idx vouches for its .bin, so it comes second. Parts of a command that was killed
-    here are deleted. Raises OSError.
+    An .idx is moved after its .bin, which it declares complete. Parts of a killed command are deleted. Raises
+    OSError.
     """
     merged = plan.stages["merge"].folder
     names = [path(Path(part)).name for part in plan.parts for path in (bin_path, idx_path)]
@@ -63,8 +63,8 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
 def count_documents(plan: BuildPlan) -> Facts:
     """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
 
-    All that was read is kept, removed or cut away, in documents and in bytes. Passages replace a document
-    that is split, pieces one that is cut; fixing text changes its bytes.
+    Documents and bytes that were read are kept, removed or cut. Passages replace a document that is split,
+    pieces one that is cut; fixing text changes its bytes.
     """
     total = plan.stages["clean"].total()
     total.update(plan.stages["tokenise"].total())
@@ -82,11 +82,11 @@ def count_documents(plan: BuildPlan) -> Facts:
         "contamination": index.report(matches) if index else None,
         "splits": tree["splits"],
     }
-    gone, kept, cut = list(removed.values()), list(tree["splits"].values()), Counter(cut)
-    documents = add_up(gone, "documents") + add_up(gone, "pieces") + add_up(kept, "documents")
+    lost, parts, cut = list(removed.values()), list(tree["splits"].values()), Counter(cut)
+    documents = add_up(lost, "documents") + add_up(lost, "pieces") + add_up(parts, "documents")
     replaced = cut + Counter(facts["passages"])
     assert tree["read"]["documents"] + replaced["pieces"] == documents + replaced["documents"], facts
-    num_bytes = add_up(gone, "bytes") + add_up(kept, "bytes") + cut["bytes"]
+    num_bytes = add_up(lost, "bytes") + add_up(parts, "bytes") + cut["bytes"]
     assert tree["read"]["bytes"] + tree["fixed"]["bytes"] == num_bytes, facts
     return facts
 
@@ -99,24 +99,24 @@ def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     empty = next((part for part, counts in facts["splits"].items() if not counts["documents"]), None)
     if empty is None:
         return
-    removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
-    gone = f"removed: {', '.join(f'{rule} {words}' for rule, words in removed.items()) or 'none'}"
+    removed = {rule: words for rule, n in facts["removed"].items() if (words := describe_removed(n))}
+    account = f"removed: {', '.join(f'{rule} {words}' for rule, words in removed.items()) or 'none'}"
     example = " (filter.min_tokens=null)" * ("min_tokens" in removed)
     fixes = [f"loosen the rules{example}"] * bool(removed) + ["name a file with documents"]
     if rejected := sum(facts["rejected"].values()):
         with open(next(shard for shard in rejected_shards(plan) if shard.stat().st_size), "rb") as lines:
             first: Facts = json.loads(lines.readline())
-        gone += f"; rejected: {rejected:,}, first {first['place']}: {first['detail']}"
+        account += f"; rejected: {rejected:,}, first {first['place']}: {first['detail']}"
         fixes.insert(0, "repair the input")
     if plan.is_divided and add_up(facts["splits"].values(), "documents"):
         fixes = [f"give it a larger share than split={plan.config.split}, or 0 to leave it out"]
-    given = f"input={format_value(plan.config.input)}"
-    raise UserError(f"{given}: no document for {empty} ({gone}); {', or '.join(fixes)}")
+    setting = f"input={format_value(plan.config.input)}"
+    raise UserError(f"{setting}: no document for {empty} ({account}); {', or '.join(fixes)}")
 
 
-def describe_removed(gone: dict[str, int]) -> str:
-    """Return the numbers of documents, and of pieces of others, that a rule removed; empty for none."""
-    documents, pieces = gone["documents"], gone.get("pieces", 0)
+def describe_removed(counts: dict[str, int]) -> str:
+    """Return the numbers of documents and pieces of documents that a rule removed; "" for none."""
+    documents, pieces = counts["documents"], counts.get("pieces", 0)
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
 
 
@@ -131,11 +131,12 @@ def summary(out: Path, receipt: Facts) -> Group:
     for split, count in receipt["splits"].items():
         numbers = [f"{count[key]:,}" for key in ("documents", "tokens", "bytes")]
         add_row(parts, split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")
-    gone = table(f"of {receipt['read']['documents']:,} documents read", "removed by", "documents#", "bytes#")
+    read = receipt["read"]["documents"]
+    losses = table(f"of {read:,} documents read", "removed by", "documents#", "bytes#")
     for rule, count in receipt["removed"].items():
-        add_row(gone, rule, describe_removed(count) or "0", f"{count['bytes']:,}")
+        add_row(losses, rule, describe_removed(count) or "0", f"{count['bytes']:,}")
     if (cut := receipt["cut"]) is not None:
-        add_row(gone, "cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
+        add_row(losses, "cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
     for rule, documents in receipt["rejected"].items():
-        add_row(gone, f"bad input: {rule} (see {REJECTED})", f"{documents:,}", "")
-    return Group(parts, gone) if gone.row_count else Group(parts)
+        add_row(losses, f"bad input: {rule} (see {REJECTED})", f"{documents:,}", "")
+    return Group(parts, losses) if losses.row_count else Group(parts)

@@ -1,9 +1,9 @@
-"""Running the tasks of a build on a Ray cluster: any number of nodes over one shared file system.
+"""Execution of a build's tasks on a Ray cluster: any number of nodes with a shared file system.
 
-A task is a generator: first its node, so that a lost node can be named, then "" at its end. Ray repeats
-none: a task whose worker or node is lost is queued again here, and counted. Tasks of a node that Ray's head
-has declared dead are lost too, since Ray waits for them while their connections stay open. What Ray pickles
-travels between the command and its workers; nothing in the work folder is unpickled.
+A task is a generator: it yields its node, so that a lost node can be named, then "" at its end. Ray does not
+retry tasks: a task whose worker or node is lost is queued again here, and counted. Tasks of a node that Ray's
+head has declared dead count as lost too: Ray itself waits while their connections stay open. Pickles are only
+sent between the command and its workers; nothing in the work folder is unpickled.
 """
 
 import os
@@ -28,11 +28,11 @@ from mlm.util.terminal import Advance, one_line
 ATTEMPTS = 4
 """Times that a task may lose its worker or node before the build ends."""
 QUEUED = 64
-"""Tasks given to Ray at a time, at least: they show an autoscaler what is wanted."""
+"""Least number of tasks submitted to Ray at a time: they show an autoscaler the demand."""
 DOUBTED = "?"
-"""Node of a task that had told of none when a node was found dead."""
+"""Node of a task that had not reported one when a node was found dead."""
 LOOK_S, NODE_S = 5.0, 300.0
-"""Seconds after which nodes are looked at if no task ends, and that a build waits for a node with a core."""
+"""Seconds without a finished task until nodes are checked, and to wait for a node with a core."""
 
 
 def executor_problems(config: ExecutorConfig) -> list[str]:
@@ -42,7 +42,7 @@ def executor_problems(config: ExecutorConfig) -> list[str]:
         host, _, port = address.rpartition(":")
         if address not in ("", "auto", "local"):
             try:
-                # Ray itself waits a quarter of an hour
+                # Ray itself would wait a quarter of an hour.
                 socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
             except (OSError, ValueError) as error:
                 key = "executor.address" if config.address else "RAY_ADDRESS"
@@ -57,9 +57,9 @@ class RayExecutor:
     def __init__(self, address: str | None, workers: int | None, screen: Console) -> None:
         self.address, self.workers, self.screen = address, workers, screen
         self._running = dict[Any, tuple[int, str]]()
-        """Of each generator its task and the id of its node: "" before it has told, or DOUBTED."""
+        """Generator -> its task and the id of its node: "" before it is reported, or DOUBTED."""
         self._dead = set[str]()
-        """Ids of the nodes that were found dead."""
+        """Ids of nodes that were found dead."""
         self._progress = time.monotonic()
         """Time at which a task last reported, or a node had a core."""
         self._lost = Counter[str]()
@@ -132,7 +132,7 @@ class RayExecutor:
             problem = f"no node with a core for {NODE_S:.0f} s in stage {stage.name}, lost: {lost}"
             raise executor_error(problem, "start one, and run this again: finished tasks are kept")
         if dead.keys() - self._dead:
-            # of a task that a node had not begun as it froze Ray waits for the node
+            # Ray waits for a dead node if it had not started a task.
             self._dead |= dead.keys()
             self._running = {v: (task, node or DOUBTED) for v, (task, node) in self._running.items()}
         return next((v for v, (_, node) in self._running.items() if node in dead or node == DOUBTED), None)
@@ -148,7 +148,7 @@ class RayExecutor:
 
 
 def with_node(run: Callable[..., None], *arguments: Any) -> Iterator[str]:
-    """Do a task on the node that Ray has chosen; first yield the node's id."""
+    """Run a task on the node that Ray has chosen; first yield the node's id."""
     yield load_extra("ray", "executor=ray").get_runtime_context().get_node_id()
     run(*arguments)
     yield ""
@@ -157,10 +157,10 @@ def with_node(run: Callable[..., None], *arguments: Any) -> Iterator[str]:
 def run_on_node(
     cwd: str, token: bytes, expected: dict[str, str], plan: BuildPlan, stage: str, task: int
 ) -> None:
-    """Do a task on the node that Ray has chosen. Raises UserError, which names the node if it is at fault.
+    """Run a task on the node that Ray has chosen. Raises UserError, which names a node with a problem.
 
-    Of the command: `cwd`, to which paths may be relative; `token`, content of the marker in `out`, which
-    tells this folder from another of its name; `expected`, versions that the output depends on.
+    From the command: `cwd`, to which paths may be relative; `token`, the content of the marker in `out`,
+    which identifies the folder; `expected`, versions that the output depends on.
     """
     node, marker, marker_content = socket.gethostname(), plan.work.parent / MARKER, b""
     os.environ["RAYON_NUM_THREADS"] = "1"  # a core for each task; read when `tokenizers` first encodes
@@ -168,13 +168,13 @@ def run_on_node(
         os.chdir(cwd)
     with suppress(OSError):
         marker_content = marker.read_bytes()
-    if here := [f"{name} {value}" for name, value in versions().items() if expected.get(name) != value]:
-        problem = f"node {node} has {', '.join(here)}, unlike the command's"
+    if differing := [f"{name} {value}" for name, value in versions().items() if expected.get(name) != value]:
+        problem = f"node {node} has {', '.join(differing)}, unlike the command's"
         raise executor_error(problem, "install the same versions on all nodes")
     files = [s.path for s in plan.shards.get(task, ()) if s.kind != "hub" and not is_stored(s.path)]
-    unseen = [file for file in files if not os.path.exists(file)]
-    if marker_content != token or unseen:
-        problem = f"node {node} does not see {marker.parent if marker_content != token else unseen[0]}"
+    missing = [file for file in files if not os.path.exists(file)]
+    if marker_content != token or missing:
+        problem = f"node {node} does not see {marker.parent if marker_content != token else missing[0]}"
         raise executor_error(problem, "choose folders that all nodes share")
     try:
         run_task(plan, stage, task)

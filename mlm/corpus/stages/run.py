@@ -1,8 +1,8 @@
-"""Running the tasks of a build: all stages, one after the other, with progress.
+"""Execution of a build's tasks: all stages, one after the other, with progress.
 
-An executor does the tasks of a stage: processes of this machine here, a Ray cluster in ray_executor.py. The
-processes are the standard library's pool: datatrove's executor waits for ever for a task whose worker was
-killed, and when its own process is killed leaves another running.
+An executor runs the tasks of a stage: processes of this machine here, a Ray cluster in ray_executor.py. The
+processes are the standard library's pool: datatrove's executor waits forever for a task whose worker was
+killed, and leaves a process running if it is killed itself.
 """
 
 import multiprocessing.forkserver
@@ -30,9 +30,9 @@ class Executor(Protocol):
     """Runner of tasks, open in a `with` block; an exception that leaves the block ends running tasks."""
 
     def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
-        """Do the given tasks of a stage, in any order. `advance` receives 1 for each.
+        """Run tasks of a stage, in any order. `advance` receives 1 for each.
 
-        Raises UserError for bad input and for workers that are lost.
+        Raises UserError for bad input and for lost workers.
         """
 
     def __enter__(self) -> Self: ...
@@ -58,16 +58,16 @@ def run_stages(plan: BuildPlan, executor: Executor) -> None:
     """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
     for number, stage in enumerate(plan.stages.values(), 1):
         stage.folder.mkdir(parents=True, exist_ok=True)
-        for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
+        for partial in stage.folder.glob(".*.partial"):  # files of killed tasks
             partial.unlink(missing_ok=True)
-        # Markers that are there: a client of NFS remembers a file that it looked for in vain.
+        # List the folder first: an NFS client caches the absence of each marker that is looked up.
         markers = set(os.listdir(stage.folder))
         tasks = [
             task
             for task in range(stage.tasks)
             if stage.marker(task).name not in markers or not stage.is_done(task)
         ]
-        if stage.tasks == len(plan.shards):  # largest first: the last to finish is then a short one
+        if stage.tasks == len(plan.shards):  # largest first, so that the last to finish is short
             tasks.sort(key=lambda task: -sum(shard.end - shard.begin for shard in plan.shards[task]))
         with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
             executor.run(plan, stage, tasks, advance)
@@ -86,28 +86,28 @@ class LocalExecutor:
 
     def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
         if self.count == 1 or len(tasks) <= 1:
-            for task in tasks:  # here, where `tokenizers` may use all cores
+            for task in tasks:  # in this process `tokenizers` may use all cores
                 run_task(plan, stage.name, task)
                 advance(1)
             return
         if self._pool is None:
             self._context.set_forkserver_preload(["mlm.corpus.stages.run"])  # imported once, not per worker
-            # Worker processes inherit the signals of their server: Ctrl-C is this process's, which ends them.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # Workers inherit ignored signals from their server: on Ctrl-C this process ends them.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
                 multiprocessing.forkserver.ensure_running()
             finally:
-                signal.signal(signal.SIGINT, before)
+                signal.signal(signal.SIGINT, handler)
             self._pool = ProcessPoolExecutor(
                 self.count, mp_context=self._context, initializer=start_worker, initargs=(self._theirs,)
             )
         pool = self._pool
         try:
-            doing = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
-            # the pool watches the workers it had at the last submission: submit a trifle
+            futures = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
+            # The pool watches the workers that it had at the last submission, so submit a no-op.
             pool.submit(os.getpid)
-            for done in as_completed(doing):
-                done.result()
+            for future in as_completed(futures):
+                future.result()
                 advance(1)
         except BrokenProcessPool as error:
             raise UserError(
@@ -128,7 +128,7 @@ class LocalExecutor:
 
 
 def start_worker(pipe: Connection) -> None:
-    """Give `tokenizers` one core; end this worker when the pipe's other end is closed by us or by a kill."""
+    """Limit `tokenizers` to one core; end this worker when the other end of the pipe is closed."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # read when it first encodes
 
     def watch() -> None:

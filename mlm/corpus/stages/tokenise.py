@@ -1,6 +1,6 @@
-"""Stage `tokenise`: the kept documents, without the text of evaluation sets, as tokens of each part.
+"""Stage `tokenise`: the kept documents, without text of evaluation sets, as tokens of each part.
 
-Task 12 leaves train-00012.bin/.idx and so on for every part.
+Task 12 writes train-00012.bin/.idx, and likewise for every part.
 """
 
 from collections import Counter
@@ -25,10 +25,10 @@ from mlm.data.corpus_files import parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 
 PART_COUNTS = ("documents", "sequences", "tokens", "bytes", "end_tokens")
-"""Counts of a part: tokens with end-of-document tokens, UTF-8 bytes of text (for bits per byte), and
-end-of-document tokens, which are those after documents, as no text holds one."""
+"""Counts of a part: tokens include end-of-document tokens, bytes are UTF-8 text (for bits per byte); texts
+contain no end-of-document tokens."""
 MATCHES = "matches/"
-"""Begins the counts of documents with a match (`NGramIndex.report`)."""
+"""Prefix of the counts of documents with a match (`NGramIndex.report`)."""
 NEAR_DUPLICATE = "near_duplicate"
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Piece:
     text: str
     num_bytes: int
     unit: str
-    """"documents", or "pieces" of one that was split or cut."""
+    """"documents", or "pieces" for one that was split or cut."""
 
 
 def run(plan: BuildPlan, task: int) -> None:
@@ -51,7 +51,7 @@ def run(plan: BuildPlan, task: int) -> None:
         texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
         dtype, folder = token_dtype(plan.load_tokenizer().vocab_size), plan.stages["tokenise"].folder
         prefixes = {part: folder / f"{part}-{task:05d}" for part in plan.parts}
-        writers = {part: stack.enter_context(IndexedWriter(at, dtype)) for part, at in prefixes.items()}
+        writers = {part: stack.enter_context(IndexedWriter(path, dtype)) for part, path in prefixes.items()}
         for batch in grouped(pieces(plan, task, texts, counts), lambda piece: piece.num_bytes):
             write(plan, batch, writers, counts)
     files = [path(prefix) for prefix in prefixes.values() for path in (bin_path, idx_path)]
@@ -91,7 +91,7 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
 def parts_of_documents(
     plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the documents of a task or their passages, and their parts: NEAR_DUPLICATE of one to remove."""
+    """Yield (part, text) of the documents of a task, or of their passages; part NEAR_DUPLICATE to remove."""
     config, is_near_duplicate = plan.config, np.zeros(len(texts), dtype=bool)
     if config.dedup.enabled:
         folder = plan.stages["gather"].folder
@@ -112,7 +112,7 @@ def parts_of_documents(
 
 
 def load_ngram_index(plan: BuildPlan) -> NGramIndex | None:
-    """Return the n-grams of the evaluation texts to keep out, kept between the tasks of a process."""
+    """Return the n-grams of the evaluation texts to keep out, cached between the tasks of a process."""
     if plan.evaluation is None:
         return None
     return _load_ngram_index(plan.work / EVALUATION, plan.evaluation, plan.config.decontaminate)
@@ -127,14 +127,14 @@ def write(
     plan: BuildPlan, batch: list[Piece], writers: dict[str, IndexedWriter], counts: Counter[str]
 ) -> None:
     config, tokenizer = plan.config, plan.load_tokenizer()
-    # passages are no documents that could be too short; a number applies to all
+    # min_tokens=auto is a rule for documents, not for passages; a number applies to both.
     is_off = plan.held_out is not None and config.filter.min_tokens == "auto"
     least = 1 if is_off else config.filter.least_tokens or 1
     dtype = token_dtype(tokenizer.vocab_size)
     bos = [tokenizer.prefix_id] if config.prepend_bos else []
     eod = [tokenizer.eod_id] if config.append_eod else []
     first, last = np.array(bos, dtype), np.array(eod, dtype)
-    texts = list[list[list[str]]]()  # of each piece its sequences, of each sequence its segments
+    texts = list[list[list[str]]]()  # segments of each sequence of each piece
     for piece in batch:
         if config.sentences:
             texts.append([[sentence] for sentence in split_sentences(piece.text)])
@@ -158,7 +158,7 @@ def write(
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield batches of up to about BATCH_BYTES; a long item may end one."""
+    """Yield batches of about BATCH_BYTES; a long item may exceed it."""
     batch, total = list[T](), 0
     for item in items:
         batch.append(item)
