@@ -225,8 +225,6 @@ def foreign_tensors(
 
 
 class CheckpointFiles(Protocol):
-    """The files of a checkpoint."""
-
     @property
     def num_bytes(self) -> int: ...
 

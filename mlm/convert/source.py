@@ -318,7 +318,6 @@ class ModelFolder(Source):
 
 
 def digest_of_files(digests: Mapping[str, str]) -> str:
-    """Return the digest of a model folder from the digests of its files."""
     return digest_bytes(canonical(dict(digests)))
 
 

@@ -32,7 +32,6 @@ def write_target(
     advance: Advance,
     write_file: WriteFile,
 ) -> None:
-    """Write the files of the format `config.to` into `folder`."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     max_bytes = int(config.max_file_gb * GB)
     match config.to:

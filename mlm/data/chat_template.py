@@ -50,8 +50,6 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class TemplateOutput:
-    """A conversation as text."""
-
     text: str
     answers: tuple[tuple[int, int], ...]
     """First character and end of each {% generation %} block; none in a template without them."""

@@ -1,6 +1,6 @@
 """Tokens of conversations, and a mask of the assistant's answers.
 
-Names of special tokens in a message are text; only those of the template are tokens.
+Names of special tokens in a message are text; only the template's are tokens.
 """
 
 import re
@@ -32,8 +32,6 @@ Answers = Literal["all", "last"]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens of a conversation."""
-
     ids: NDArray[np.int32]
     """[n]."""
     is_answer: NDArray[np.bool_]
@@ -44,8 +42,6 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A rendered conversation."""
-
     text: str
     answers: Sequence[tuple[int, int]]
     """First letter and end of each answer, in order."""
@@ -294,7 +290,7 @@ def reserved(value: Any, letters: re.Pattern[str]) -> str | None:
 
 
 class Speller:
-    """Distinguishes names of special tokens in messages from those of the template.
+    """Distinguishes names of special tokens in messages from the template's.
 
     Name n in a message becomes private-use letters before rendering. After it, the remaining names are the
     template's: they become the tokenizer's private letters, and the messages' letters become names again. All

@@ -2,7 +2,7 @@
 
 A tokenizer splits text into words and encodes each alone, so most of its work repeats. Here a text is split
 into chunks, which end where every tokenizer of `is_cacheable` ends a word, whatever follows, so that its
-tokens are those of its chunks. The library encodes new chunks.
+tokens are its chunks' tokens. The library encodes new chunks.
 
 A chunk ends in ASCII text alone: between a visible character and a space; between a letter or digit and a
 sign other than an apostrophe (which may begin a contraction), or a line end; and after a single line end

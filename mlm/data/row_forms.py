@@ -1,4 +1,4 @@
-"""Conversion of rows of conversations in other programs' columns to those of TRL."""
+"""Conversion of rows of conversations from other programs' columns to TRL's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

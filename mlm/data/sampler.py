@@ -306,7 +306,7 @@ class CheckedDataset:
     def _check_ids(
         self, ids: NDArray[Any], numbers: NDArray[Any], *, may_ignore: bool, noun: str = "token"
     ) -> None:
-        """Raise OwnCodeError for an id outside the vocabulary; IGNORE_INDEX is none where it `may_ignore`."""
+        """Raise OwnCodeError for an id outside the vocabulary; `may_ignore` allows IGNORE_INDEX."""
         wrong = (ids < 0) | (ids >= self.vocab_size)
         if may_ignore:
             wrong &= ids != IGNORE_INDEX

@@ -45,8 +45,6 @@ tokenizer.json; a chat template has its own file."""
 
 @dataclass(frozen=True)
 class TokenizerDeclarations:
-    """Declarations in the files next to a tokenizer."""
-
     names: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by role (bos_token, …), "" for null; see `named_tokens`."""
     settings: Mapping[str, Any] = field(default_factory=dict)

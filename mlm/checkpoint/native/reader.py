@@ -145,7 +145,6 @@ class Reader(AbstractContextManager["Reader"]):
             self._open = None
 
     def header(self, file: str) -> dict[str, Stored]:
-        """Return the tensors of a file: see `read_header`."""
         if file not in self._headers:
             self._headers[file] = read_header(self._file(file), self.manifest.save_id)
         return self._headers[file]

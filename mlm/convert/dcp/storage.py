@@ -6,7 +6,8 @@ unpickled.
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,16 +51,12 @@ class DCPReader:
         for piece in tensor.pieces:
             if (common := region.intersect(piece.region)) is None:
                 continue
-            try:
+            with self._explain_damage(name, piece):
                 saved = read_archive(self._item(piece))
                 stored = saved.find(saved.value)
                 if stored.form != Form(tensor.dtype, piece.region.size):
                     listed = f"{tensor.dtype} {list(piece.region.size)}"
                     raise PickleError(f"is not of {listed}, as .metadata lists it")
-            except UserError:  # a ValueError, as some of DAMAGES are
-                raise
-            except (*DAMAGES, OSError) as error:
-                raise self._damaged(name, piece, str(error)) from error
             stored = stored._replace(begin=piece.begin + stored.begin)
             f = self._file(piece.file)
             with reading_from(self.folder / piece.file, COPY_AGAIN):
@@ -70,23 +67,25 @@ class DCPReader:
         """Compare every item with its checksums; return the digest of each file by its name."""
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                try:
+                with self._explain_damage(name, piece):
                     check_archive(self._item(piece))
-                except UserError:
-                    raise
-                except (*DAMAGES, OSError) as error:
-                    raise self._damaged(name, piece, str(error)) from error
         with reading_from(self.folder, COPY_AGAIN):
             return {file: digest_file(self.folder / file, progress) for file in self.files}
 
     def _item(self, piece: StoredPiece) -> BinaryIO:
         return io.BufferedReader(_FileView(self._file(piece.file), piece.begin, piece.length), 1 << 16)
 
-    def _damaged(self, name: str, piece: StoredPiece, reason: str) -> CorruptFileError:
-        return CorruptFileError(
-            f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} "
-            f"({one_line(reason)}); nothing was executed. {COPY_AGAIN}"
-        )
+    @contextmanager
+    def _explain_damage(self, name: str, piece: StoredPiece) -> Iterator[None]:
+        try:
+            yield
+        except UserError:  # a ValueError, as some of DAMAGES are
+            raise
+        except (*DAMAGES, OSError) as error:
+            raise CorruptFileError(
+                f"{self.folder / piece.file}: the item at byte {piece.begin} holds no plain {name} "
+                f"({one_line(error)}); nothing was executed. {COPY_AGAIN}"
+            ) from error
 
     def _file(self, name: str) -> BinaryIO:
         if name not in self._open:

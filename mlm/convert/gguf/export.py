@@ -1,6 +1,6 @@
 """Export of the Llama family to one GGUF file for llama.cpp and programs built on it: rows of `TARGETS`.
 
-Keys and tensor names are those of the `gguf` package, the content is as llama.cpp's converter writes it.
+Keys and tensor names come from the `gguf` package, the content is as llama.cpp's converter writes it.
 Matrices have the chosen type, norms, biases and routers are float32. Before the file gets its name, the
 tokenizer is tested on texts and, if llama.cpp is installed, the file is tested in it.
 """
@@ -315,7 +315,6 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Return the context length for llama.cpp."""
     return min(bounding_window(model) or model.max_positions, model.max_positions)
 
 

@@ -101,9 +101,9 @@ class Encoder:
     layers: str = "encoder.layer"
     qkv: tuple[str, str, str] = ("attention.self.query", "attention.self.key", "attention.self.value")
     layer: Mapping[str, str] = field(default_factory=lambda: _BERT_LAYER | _POST_NORMS)
-    """Modules of a layer -> those of `transformers`."""
+    """Modules of a layer -> modules of `transformers`."""
     head: Mapping[str, str] = field(default_factory=lambda: _BERT_HEAD)
-    """Modules of the pretraining head -> those of `transformers`."""
+    """Modules of the pretraining head -> modules of `transformers`."""
     bias: str = "cls.predictions.bias"
     """Bias of the masked-token head's output layer."""
     decoder: str = "cls.predictions.decoder"

@@ -26,8 +26,6 @@ INPUT_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_
 
 
 class Defaults(NamedTuple):
-    """Defaults of a config.json."""
-
     hidden: int
     ffn: int
     layers: int

@@ -293,8 +293,8 @@ def true_vocabulary(
 ) -> int:
     """Return the number of the token table's rows that are tokens.
 
-    `vocab_size` is the user's, `tokenizer_size` that of the user's tokenizer. Raises UserError if they do not
-    match the table, or the published size would drop more than padding.
+    `vocab_size` is the user's setting, `tokenizer_size` the size of the user's tokenizer. Raises UserError if
+    they do not match the table, or the published size would drop more than padding.
     """
     recorded, tokens = args.number("vocab_size"), vocab_size or tokenizer_size
     if tokens is None and recorded is not None and recorded <= rows:

@@ -1,6 +1,6 @@
 """Shards: the parts of the inputs that tasks process, and the digests that identify a build's inputs.
 
-The division does not change the output: the documents of all shards, in order, are those of the inputs.
+The division does not change the output: shards in order hold the documents of the inputs in order.
 """
 
 import json
