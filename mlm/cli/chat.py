@@ -45,7 +45,7 @@ class ChatConfig(SamplingOptions):
 
 
 def preflight(config: ChatConfig) -> list[str]:
-    """Return what is wrong with the checkpoint, its tokenizer or its template; no tensor is read."""
+    """Return problems of the checkpoint, its tokenizer or its template; reads no tensor."""
     from mlm.data import files_present as present
     from mlm.inference.trained import open_predictor
     from mlm.parallel.config import ParallelConfig
@@ -73,12 +73,12 @@ def run(config: ChatConfig) -> None:
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         print(f"{model.path}; /help lists commands, Ctrl-D ends", file=sys.stderr)
-    for line in lines(is_terminal):
+    for line in read_lines(is_terminal):
         try:
             if problem := lone_surrogate(line):
                 raise UserError(f"the line holds {problem}, no UTF-8: correct it")
             if re.fullmatch("/[a-z]+", line.split(" ")[0]):
-                if not chat.obey(*line.partition(" ")[::2]):
+                if not chat.run_command(*line.partition(" ")[::2]):
                     return
             elif line.strip():
                 chat.answer(line)
@@ -92,8 +92,8 @@ def run(config: ChatConfig) -> None:
             print(file=sys.stderr)
 
 
-def lines(is_terminal: bool) -> Iterator[str]:
-    """Messages and commands as typed, or the lines of standard input. Ctrl-C at a prompt clears it."""
+def read_lines(is_terminal: bool) -> Iterator[str]:
+    """Yield messages and commands as typed, or the lines of standard input. Ctrl-C clears a prompt."""
     if is_terminal:
         import readline  # noqa: F401  (edits and remembers what `input` reads)
     while sys.stdin is not None:
@@ -122,9 +122,9 @@ class ChatSession:
         from mlm.inference.config import resolve_sampling
 
         self.model, self.template = model, template
-        self.ends = end_of_turn_tokens(template, model.tokenizer)
-        typed = {option.name: getattr(config, option.name) for option in fields(SamplingOptions)}
-        self.sampling = resolve_sampling(model.tokenizer.declared.generation, typed)
+        self.end_ids = end_of_turn_tokens(template, model.tokenizer)
+        options = {option.name: getattr(config, option.name) for option in fields(SamplingOptions)}
+        self.sampling = resolve_sampling(model.tokenizer.declared.generation, options)
         self.messages: list[dict[str, Any]] = []
         self.turns, self.saved = 0, dict[Path, bytes]()
         self.begin(config.system)
@@ -133,7 +133,8 @@ class ChatSession:
         self.system = system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
-    def obey(self, command: str, words: str) -> bool:
+    def run_command(self, command: str, words: str) -> bool:
+        """Run a /command; False for /exit."""
         if command not in COMMANDS:
             raise UserError(f"{command}: unknown command; use {', '.join(COMMANDS)}")
         if command == "/reset":
@@ -147,7 +148,7 @@ class ChatSession:
         return command != "/exit"
 
     def save(self, file: str) -> None:
-        """Write the conversation as a line of JSON, again over a file of this chat. Raises UserError."""
+        """Write the conversation as a line of JSON; replaces a file of this chat. Raises UserError."""
         from mlm.util.files import write_atomic
         from mlm.util.results import write_result
 
@@ -159,7 +160,7 @@ class ChatSession:
         row = text.encode("utf-8", "backslashreplace")
         path = Path(file).absolute()
         try:
-            # a file that this chat wrote, if nobody has changed it since
+            # Replace a file that this chat wrote, unless it has changed since.
             if path in self.saved and not path.is_symlink() and path.read_bytes() == self.saved[path]:
                 write_atomic(path, row)
             else:
@@ -172,9 +173,9 @@ class ChatSession:
         print(f"written to {file}", file=sys.stderr)
 
     def answer(self, message: str) -> None:
-        """Answer a message of the user on standard output; Ctrl-C ends the answer, of which the part is kept.
+        """Answer a user message on standard output. Ctrl-C ends the answer; the partial one stays.
 
-        Raises UserError, and then the message is not kept.
+        Raises UserError, and then drops the message.
         """
         from mlm.cli.generate.run import TextStream
         from mlm.inference.generation import continuations
@@ -187,7 +188,7 @@ class ChatSession:
             [ids],
             self.sampling,
             ctx=self.model.ctx,
-            end_ids=self.ends,
+            end_ids=self.end_ids,
             numbers=[self.turns],  # the same question again draws another answer
         )
         try:
@@ -202,31 +203,31 @@ class ChatSession:
         self.turns += 1
 
     def tokens_of(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens that the model answers to, without the oldest turns where they leave no room for an answer.
+        """Token ids of the prompt; the oldest turns are dropped if they leave no room for an answer.
 
-        Raises UserError for messages that the template cannot render, and for a last one that is too long.
+        Raises UserError for messages that the template cannot render, or a last message that is too long.
         """
         from mlm.data.chat_template import ChatError
         from mlm.data.chat_tokens import encode_prompt
         from mlm.data.conversation import make_conversation
 
-        longest, count = self.model.config.max_positions, len(messages)
-        room = min(self.sampling.max_new_tokens, longest // 4)
-        first = int(messages[0]["role"] == "system")
+        max_positions, count = self.model.config.max_positions, len(messages)
+        reserve = min(self.sampling.max_new_tokens, max_positions // 4)
+        num_system = int(messages[0]["role"] == "system")
         while True:
             try:
                 conversation = make_conversation({}, messages)
                 ids = encode_prompt(conversation, self.model.tokenizer, self.template)
             except ChatError as error:
                 raise UserError(str(error)) from error
-            if len(ids) + room <= longest or len(messages) <= first + 2:
+            if len(ids) + reserve <= max_positions or len(messages) <= num_system + 2:
                 break
-            messages = messages[:first] + messages[first + 2 :]
-        if len(ids) > longest:
-            raise UserError(f"the message has {len(ids)} tokens, the model reads {longest}: shorten it")
+            messages = messages[:num_system] + messages[num_system + 2 :]
+        if len(ids) > max_positions:
+            raise UserError(f"the message has {len(ids)} tokens, the model reads {max_positions}: shorten it")
         if count > len(messages):
-            what = f"the oldest {count - len(messages)} messages are not read"
-            print(f"mlm chat: {what}: the model reads {longest} tokens", file=sys.stderr)
+            dropped = f"the oldest {count - len(messages)} messages are not read"
+            print(f"mlm chat: {dropped}: the model reads {max_positions} tokens", file=sys.stderr)
         return ids
 
 

@@ -1,6 +1,6 @@
 """Declaration of a command: the config that it composes, the function that it runs, and its help.
 
-Targets are import strings, and what declares a command imports none of them: help and errors need no torch.
+Targets are import strings, so that help and errors import no torch.
 """
 
 import re
@@ -15,7 +15,7 @@ from mlm.util.results import folder_problem
 
 
 def check_out_file(config: Any) -> list[Problem]:
-    """Return the problem of an `out` that cannot become a file, before anything is read."""
+    """Return the problem of an `out` whose folder cannot be written."""
     problem = folder_problem(config.out)
     return [] if problem is None else [problem]
 
@@ -34,12 +34,12 @@ class Command:
     """check(config, world_size=…, local_devices=…) -> problems; a command that has one runs on ranks, as
     target(config, ctx). One without runs in this process, as target(config)."""
     local_check: Callable[[Any], Sequence[str]] = lambda config: ()
-    """local_check(config) -> problems between settings, of a command that runs in this process."""
+    """local_check(config) -> problems between settings, for a command that runs in this process."""
     preflight: str | None = None
-    """module:function(config) -> problems in files, called when there is no other problem."""
+    """module:function(config) -> problems in files, called if settings have none."""
     model_of_ckpt: str | None = None
-    """module:function(ckpt, out) -> the setting that names the model of a run, and `model.*`, or None: taken
-    where none is chosen."""
+    """module:function(ckpt, out) -> the setting that names a run's model, and its `model.*`, or None. Called
+    if no model is chosen."""
     resolvers: Mapping[str, str] = field(default_factory=dict)
     """Typed key -> module:function(values, typed keys), which sets composed values that follow from it and
     returns a line to print, or None."""
@@ -50,7 +50,7 @@ class Command:
     summary: str
     """One line for `mlm --help`."""
     about: str
-    """A paragraph for its own help."""
+    """A paragraph for the command's help."""
     examples: str
     """Lines `# what it does`, each followed by its command line, which may continue on indented lines."""
     positional: tuple[str, ...] = ()
@@ -60,16 +60,16 @@ class Command:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """As typed -> key: `mlm data build data=text` means input=text."""
     kept_choices: tuple[str, ...] = ()
-    """Choices of groups that experiment=… leaves as they are here; typed ones win."""
+    """Group choices that experiment=… does not replace; typed choices do."""
     file_groups: tuple[str, ...] = ()
-    """Groups that also take the path of a YAML with the keys of their section: hardware=my_cluster.yaml."""
+    """Groups that also accept a YAML path with the keys of their section: hardware=my_cluster.yaml."""
     user_files: Mapping[str, Callable[[], Path | Problem]] = field(default_factory=dict)
-    """Choices of file groups that stand for a file of the user's: {"hardware=this": function of its path}."""
+    """Choices of file groups that name a user's file: {"hardware=this": function that returns its path}."""
     forecast: str | None = None
-    """module:function(config, launch facts) -> lines about what a run needs, printed before it starts; it
-    never raises. Of one with a model, `mlm plan memory` and `mlm plan dry-run` take the settings."""
+    """module:function(config, launch facts) -> lines on the resources of a run, printed before it starts;
+    never raises."""
     other_names: tuple[str, ...] = ()
-    """Names that other programs have for it, in lower case, with underscores."""
+    """Names of the command in other programs, lower case with underscores."""
     keys: str = ""
     """Most used keys, for its help; empty means all."""
 
@@ -90,4 +90,4 @@ class Command:
     @property
     def example_pairs(self) -> list[tuple[str, str]]:
         lines = re.sub(r"\n +", " ", dedent(self.examples).strip()).split("\n")
-        return [(what.removeprefix("# "), line) for what, line in zip(lines[::2], lines[1::2], strict=True)]
+        return [(aim.removeprefix("# "), line) for aim, line in zip(lines[::2], lines[1::2], strict=True)]

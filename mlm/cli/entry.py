@@ -22,8 +22,8 @@ from mlm.cli.outcome import (
     speaks_for_host,
     version_line,
 )
+from mlm.launch.command_line import record_command_line
 from mlm.launch.stop import note_interrupted_imports, note_stop_requests, unblock_stop_signals
-from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError, printable_line
 from mlm.util.system import resolve, warn_once, writable_streams
 
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     128 + n stopped by signal n. `mlm.cli.compose.help.EXIT_CODES` has the details.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    is_training = words[:1] in (["pretrain"], ["finetune"])  # which save when they are asked to stop
+    is_training = words[:1] in (["pretrain"], ["finetune"])  # which save before they stop
     interrupted = Event()
     imports = note_interrupted_imports(interrupted)
     noting = note_stop_requests(ends_process=argv is None) if is_training else imports
     with noting, record_command_line(words):
         try:
-            unblock_stop_signals()  # what arrived before the handlers were there arrives now
+            unblock_stop_signals()  # deliver signals that waited for the handlers
             warn_once(is_heard=speaks_for_host(os.environ))
             with writable_streams() as output:
                 code = _main(words)
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if not interrupted.is_set():
                 raise
-            # An import swallowed it, and what it left half made failed; another error must not be lost.
+            # An import caught Ctrl-C and failed later; report that error too.
             place = extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-            print(f"mlm: Ctrl-C during an import, then {printable_line(what)}", file=sys.stderr)
+            message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            print(f"mlm: Ctrl-C during an import, then {printable_line(message)}", file=sys.stderr)
             return INTERRUPTED
     return FAILED if code == OK and output.has_failed else code
 
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if words[:1] == ["help"] and (words := words[1:]):
         # `help eval loss` is `eval loss --help`; what follows the command may be a section or key
-        end = next((len(c.words) for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), len(words))
-        words = [*words[:end], HELP[0], *words[end:]]
+        cut = next((len(c.words) for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), len(words))
+        words = [*words[:cut], HELP[0], *words[cut:]]
     if not words or words[0] in HELP:
         return print_stdout(main_help())
     if words[0] in VERSION or words == ["version"]:
@@ -70,8 +70,8 @@ def _main(words: list[str]) -> int:
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
         return print_stdout(main_help(words[0]))
     try:
-        command, rest = find_command(words)
+        command, arguments = find_command(words)
     except UserError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
-    return report(command, lambda: int(resolve("mlm.cli.run:act")(command, rest)))
+    return report(command, lambda: int(resolve("mlm.cli.run:run_command")(command, arguments)))

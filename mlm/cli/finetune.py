@@ -33,13 +33,13 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     if template not in (None, TURNS) or config.task.kind != "chat":
         return present.chat_template(key, template)
     if not Path(config.ckpt).is_dir():
-        return None  # of the Hub, or not there: reported where it is read
+        return None  # a Hub id, or missing: the preflight reports it
     from mlm.convert.source import open_source  # imports torch, which `mlm --help` does without
 
     try:
         return open_source(config.ckpt).template_problem(config.data.tokenizer, key=key)
     except (UserError, OSError):
-        return None  # reported where they are read
+        return None  # the preflight reports it
 
 
 def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:

@@ -1,7 +1,7 @@
 """A command line of Megatron-LM as settings: `mlm pretrain --from-megatron train_llama.sh`.
 
-What a flag means here is written once, in config/foreign_options.yaml, which also answers a flag typed to
-`mlm pretrain`. What depends on several flags is computed here. A script is read, never run.
+config/foreign_options.yaml maps single flags; it also answers a flag typed to `mlm pretrain`. Settings that
+depend on several flags are computed here. A script is read, never run.
 """
 
 import math
@@ -33,10 +33,10 @@ class Translation:
     not_offered: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     conditional: Sequence[str] = ()
-    """Flags of a script that count whether or not their condition holds."""
+    """Flags inside conditions of the script, which are translated all the same."""
 
     def lines(self) -> list[str]:
-        """The command, and below it as comments what is not in it."""
+        """The command, followed by comments on the flags that it leaves out."""
         words = [shlex.quote(f"{key}={value}") for key, value in self.settings.items()]
         lines = [" \\\n    ".join(["mlm pretrain", *words])]
         for title, flags in (
@@ -53,7 +53,7 @@ class Translation:
 
 
 def translate_words(words: Sequence[str]) -> Translation:
-    """Translate a script, by its path, with flags that replace its own; or flags. Raises UserError."""
+    """Translate a script with flags that override its own, or flags alone. Raises UserError."""
     words = words[1:] if words[:1] == ["--"] else words
     script = read_script(words[0]) if words and not words[0].startswith("-") else ""
     command = command_in(script)
@@ -75,8 +75,8 @@ def flags_of(words: Iterable[str]) -> Flags:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             values = flags[plain_name(name)] = [value] if equals else []
-            most = {"": 1, "!": 0}.get(megatron_flags().get(plain_name(name), "*"), math.inf)
-        elif values is not None and len(values) < most:
+            max_values = {"": 1, "!": 0}.get(megatron_flags().get(plain_name(name), "*"), math.inf)
+        elif values is not None and len(values) < max_values:
             values.append(word)
     return flags
 
@@ -97,35 +97,37 @@ DEFAULTS = {
 
 
 def translate(flags: Flags, *, program: str = "") -> Translation:
-    """Translate flags: first those that several of them decide, then each by the table."""
+    """Translate flags: first those that depend on each other, then each by the table."""
     flags = {name: [value] for name, value in DEFAULTS.items()} | flags
     if not any(name.startswith("lr_warmup_") for name in flags):
         flags["lr_warmup_iters"] = ["0"]
     if first(flags, "lr_decay_style") == "WSD":
         flags.setdefault("lr_wsd_decay_style", ["exponential"])
-    result, rest = Translation(), dict(flags)
-    settings, read = family(flags, program, result.not_offered)
-    is_llama = settings.get("model") == "llama"
-    rules = [(settings, read)]
-    for rule in (*((sizes, experts) if is_llama else ()), layout, lengths, optimizer, data):
+    result, remaining = Translation(), dict(flags)
+    settings, used = translate_family(flags, program, result.not_offered)
+    rules = [translate_layout, translate_schedule, translate_optimizer, translate_data]
+    if settings.get("model") == "llama":
+        rules = [translate_sizes, translate_experts, *rules]
+    translated = [(settings, used)]
+    for rule in rules:
         with suppress(ValueError, ZeroDivisionError):  # variables that the script does not set
-            rules.append(rule(flags))
-    for settings, read in rules:
+            translated.append(rule(flags))
+    for settings, used in translated:
         result.settings |= settings
-        rest = {name: values for name, values in rest.items() if name not in read}
-    for name, values in rest.items():
-        add(result, name, values)
+        remaining = {name: values for name, values in remaining.items() if name not in used}
+    for name, values in remaining.items():
+        translate_flag(result, name, values)
     for key, value in result.settings.items():
         if re.search(r"[$`]", value):
             result.by_hand[f"{key}={value}"] = "what the script does not set"
     return result
 
 
-def add(result: Translation, name: str, values: Sequence[str]) -> None:
+def translate_flag(result: Translation, name: str, values: Sequence[str]) -> None:
     """Add a flag by the table, or under the name of a key."""
     typed = " ".join([f"--{name.replace('_', '-')}", *values])
     value = ",".join(values) if values else "true"
-    if name == "lr_wsd_decay_style":  # one that is not in SHAPES
+    if name == "lr_wsd_decay_style":  # not in SHAPES
         result.not_offered[typed] = "schedule.cooldown_shape is linear or 1-sqrt"
     elif not values and megatron_flags().get(name, "!") != "!":
         result.by_hand[typed] = "it has no value"
@@ -149,31 +151,31 @@ def add(result: Translation, name: str, values: Sequence[str]) -> None:
 
 @cache
 def key_of(name: str) -> str | None:
-    """The key that a flag has under its own or another name, with the same meaning and unit."""
+    """The key with a flag's name or alias, if meaning and unit are the same."""
     if foreign_option(PretrainConfig, name):
         return None
     keys, names = leaves(PretrainConfig), other_names(PretrainConfig)
-    same = [key for key in keys if key.rpartition(".")[2] == name]
-    return next(iter(names.get(name, same)), None)
+    same_names = [key for key in keys if key.rpartition(".")[2] == name]
+    return next(iter(names.get(name, same_names)), None)
 
 
 Rule = tuple[dict[str, str], set[str]]
-"""Settings, and the flags that they come from."""
+"""Settings, and the flags that they translate."""
 
 
 def first(flags: Flags, name: str) -> str | None:
     return next(iter(flags.get(name, [])), None)
 
 
-def renamed(flags: Flags, keys: Mapping[str, str]) -> dict[str, str]:
+def rename_flags(flags: Flags, keys: Mapping[str, str]) -> dict[str, str]:
     return {key: flags[name][0] for name, key in keys.items() if flags.get(name)}
 
 
 LLAMA = {"swiglu": "a gated MLP", "disable_bias_linear": "no biases"}
-"""Flags of parts that every Llama here has."""
+"""Flags that every Llama of mlm implies."""
 
 
-def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
+def translate_family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
     if program and not re.search(r"gpt|bert|^train\.py", program):
         not_offered[program] = "models are GPT, Llama and BERT"
     if "bert" in program or "bert_no_binary_head" in flags:
@@ -190,8 +192,8 @@ def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
         not_offered["rotary positions with LayerNorm"] = "a Llama has RMSNorm"
     if "squared_relu" in flags:
         not_offered["rotary positions with --squared-relu"] = "a Llama has SiLU"
-    settings, read = {"model": "llama"}, {*LLAMA, "normalization", "squared_relu", "group_query_attention"}
-    read |= {
+    settings, used = {"model": "llama"}, {*LLAMA, "normalization", "squared_relu", "group_query_attention"}
+    used |= {
         "use_rotary_position_embeddings",
         "position_embedding_type",
         "no_position_embedding",  # learned positions, which rotary ones replace
@@ -202,32 +204,32 @@ def family(flags: Flags, program: str, not_offered: dict[str, str]) -> Rule:
         settings["model.ffn_hidden_size"] = str(int(4 * int(hidden) * 2 / 3 / 64) * 64)
     if "untie_embeddings_and_output_weights" not in flags:
         settings["model.options.tied"] = "true"
-    return settings, read
+    return settings, used
 
 
-def sizes(flags: Flags) -> Rule:
+def translate_sizes(flags: Flags) -> Rule:
     keys = {
         "num_query_groups": "model.options.num_kv_heads",
         "kv_channels": "model.options.head_dim",
         "rotary_base": "model.options.rope_theta",
         "rotary_percent": "model.options.rotary_fraction",
     }
-    if "group_query_attention" not in flags:  # then Megatron-LM passes it over
+    if "group_query_attention" not in flags:  # Megatron-LM ignores it then
         flags = {name: values for name, values in flags.items() if name != "num_query_groups"}
-    settings, read = renamed(flags, keys), {*keys}
+    settings, used = rename_flags(flags, keys), {*keys}
     if "multi_latent_attention" in flags:
         head, rotary = (int(first(flags, name) or least) for name, least in LATENT_HEADS.items())
         settings["model.options.head_dim"] = str(head + rotary)
         settings["model.options.rope_head_dim"] = str(rotary)
         latent = {"kv_lora_rank": "32", "q_lora_rank": "0", "v_head_dim": "128"}
         settings |= {f"model.options.{name}": first(flags, name) or least for name, least in latent.items()}
-        read |= {"multi_latent_attention", "qk_layernorm", *LATENT_HEADS, *latent}  # it norms its latents
+        used |= {"multi_latent_attention", "qk_layernorm", *LATENT_HEADS, *latent}  # it norms its latents
     if "use_rope_scaling" in flags:
         settings["model.options.rope_scaling"] = "llama3"
         settings["model.options.rope_factor"] = first(flags, "rope_scaling_factor") or "8"
         settings["model.options.rope_original_positions"] = "8192"
-        read |= {"use_rope_scaling", "rope_scaling_factor"}
-    return settings, read
+        used |= {"use_rope_scaling", "rope_scaling_factor"}
+    return settings, used
 
 
 LATENT_HEADS = {"qk_head_dim": "128", "qk_pos_emb_head_dim": "64"}
@@ -235,7 +237,7 @@ LATENT_HEADS = {"qk_head_dim": "128", "qk_pos_emb_head_dim": "64"}
 BALANCES = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"}
 
 
-def experts(flags: Flags) -> Rule:
+def translate_experts(flags: Flags) -> Rule:
     if "num_experts" not in flags:
         return {}, set()
     keys = {
@@ -250,60 +252,61 @@ def experts(flags: Flags) -> Rule:
         "moe_z_loss_coeff": "model.options.z_loss",
         "moe_expert_capacity_factor": "model.options.capacity_factor",
     }
-    settings, read = renamed(flags, keys), {*keys, "moe_router_load_balancing_type", "moe_aux_loss_coeff"}
+    settings = rename_flags(flags, keys)
+    used = {*keys, "moe_router_load_balancing_type", "moe_aux_loss_coeff"}
     if shared := first(flags, "moe_shared_expert_intermediate_size"):
         width = int(first(flags, "moe_ffn_hidden_size") or first(flags, "ffn_hidden_size") or shared)
         if int(shared) % width == 0:
             settings["model.options.shared_experts"] = str(int(shared) // width)
-            read |= {"moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
+            used |= {"moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
             if "moe_shared_expert_gate" in flags:
                 settings["model.options.shared_gate"] = "true"
     if match := re.fullmatch(
         r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", first(flags, "moe_layer_freq") or ""
     ):
         settings["model.options.dense_layers"] = match[1]
-        read.add("moe_layer_freq")
+        used.add("moe_layer_freq")
     balance = flags.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficient = first(flags, "moe_aux_loss_coeff")
     has_loss = bool(coefficient and float(coefficient)) and balance != ["none"]
     if "moe_router_enable_expert_bias" in flags:
         settings["model.options.balance"] = "bias"
-        read.add("moe_router_enable_expert_bias")
+        used.add("moe_router_enable_expert_bias")
         if has_loss:  # one balance is offered
-            read -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
+            used -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
     elif has_loss and len(balance) == 1 and balance[0] in BALANCES:
         assert coefficient is not None
         settings["model.options.balance"] = BALANCES[balance[0]]
         settings["model.options.balance_coefficient"] = coefficient
     elif has_loss:
-        read -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
-    return settings, read
+        used -= {"moe_router_load_balancing_type", "moe_aux_loss_coeff"}
+    return settings, used
 
 
 BACKENDS = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math"}
 
 
-def layout(flags: Flags) -> Rule:
-    settings, read = dict[str, str](), set[str]()
+def translate_layout(flags: Flags) -> Rule:
+    settings, used = dict[str, str](), set[str]()
     per_chunk = first(flags, "num_layers_per_virtual_pipeline_stage")
     stages = first(flags, "pipeline_model_parallel_size")
     if per_chunk and stages and (layers := first(flags, "num_layers")):
-        chunks, left = divmod(int(layers), int(stages) * int(per_chunk))
-        if not left:
+        chunks, remainder = divmod(int(layers), int(stages) * int(per_chunk))
+        if not remainder:
             settings["vp"] = str(chunks)
-            read.add("num_layers_per_virtual_pipeline_stage")
+            used.add("num_layers_per_virtual_pipeline_stage")
     if "use_megatron_fsdp" in flags or "use_torch_fsdp2" in flags:
         shards_weights = first(flags, "data_parallel_sharding_strategy") in (None, "optim_grads_params")
         settings["zero"] = "3" if shards_weights else "2"
-        read |= {"use_megatron_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"}
-        read.add("use_distributed_optimizer")
+        used |= {"use_megatron_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"}
+        used.add("use_distributed_optimizer")
     if minutes := first(flags, "distributed_timeout_minutes"):
         settings["dist.timeout_s"] = f"{60 * float(minutes):g}"
-        read.add("distributed_timeout_minutes")
+        used.add("distributed_timeout_minutes")
     if (backend := first(flags, "attention_backend")) in BACKENDS:
         settings["attention"] = BACKENDS[backend]
-        read.add("attention_backend")
-    return settings, read
+        used.add("attention_backend")
+    return settings, used
 
 
 SAMPLES = {
@@ -316,74 +319,74 @@ DECAYS = {"WSD": "constant", "inverse-square-root": "inverse_sqrt"}
 SHAPES = {"minus_sqrt": "1-sqrt", "linear": "linear"}
 
 
-def lengths(flags: Flags) -> Rule:
+def translate_schedule(flags: Flags) -> Rule:
     """Numbers of samples as steps, where the batch does not ramp, and the schedule."""
-    settings, read = dict[str, str](), set[str]()
+    settings, used = dict[str, str](), set[str]()
     if (batch := first(flags, "global_batch_size")) and "rampup_batch_size" not in flags:
         for name, key in SAMPLES.items():
             if samples := first(flags, name):
                 settings[key] = f"{float(samples) // float(batch):.0f}"
-                read.add(name)
+                used.add(name)
     if decay := first(flags, "lr_decay_style"):
         settings["schedule.decay"] = DECAYS.get(decay, decay)
-        read.add("lr_decay_style")
+        used.add("lr_decay_style")
         if decay == "WSD":  # its cooldown ends with the run
             settings.pop("schedule.decay_steps", None)
-            read |= {"lr_decay_iters", "lr_decay_samples"}
+            used |= {"lr_decay_iters", "lr_decay_samples"}
             if (shape := first(flags, "lr_wsd_decay_style")) in SHAPES:
                 settings["schedule.cooldown_shape"] = SHAPES[shape]
-                read.add("lr_wsd_decay_style")
+                used.add("lr_wsd_decay_style")
     if first(flags, "eval_iters") == "0":
         settings["train.validate_every"] = "0"
-        read |= {"eval_iters", "eval_interval"}
-    end = settings.get("schedule.decay_steps") or first(flags, "lr_decay_iters")
-    if (fraction := first(flags, "lr_warmup_fraction")) and end:  # a share of the decay, not of the run
-        settings["schedule.warmup_steps"] = str(int(float(fraction) * int(end)))
-        read.add("lr_warmup_fraction")
-    return settings, read
+        used |= {"eval_iters", "eval_interval"}
+    decay_end = settings.get("schedule.decay_steps") or first(flags, "lr_decay_iters")
+    if (fraction := first(flags, "lr_warmup_fraction")) and decay_end:  # a share of the decay, not of the run
+        settings["schedule.warmup_steps"] = str(int(float(fraction) * int(decay_end)))
+        used.add("lr_warmup_fraction")
+    return settings, used
 
 
-def optimizer(flags: Flags) -> Rule:
+def translate_optimizer(flags: Flags) -> Rule:
     """The optimizer's kind and moments, and the number format."""
-    settings, read = dict[str, str](), {"adam_beta1", "adam_beta2"}
+    settings, used = dict[str, str](), {"adam_beta1", "adam_beta2"}
     betas = [first(flags, "adam_beta1"), first(flags, "adam_beta2")]
     if any(betas):
         settings["optimizer.betas"] = f"[{betas[0] or 0.9},{betas[1] or 0.999}]"
     if first(flags, "optimizer") in ("adam", "muon", "dist_muon"):
         settings["optimizer.kind"] = "adamw" if first(flags, "optimizer") == "adam" else "muon"
-        read.add("optimizer")
+        used.add("optimizer")
         if settings["optimizer.kind"] == "muon":
             settings["optimizer.muon.momentum"] = first(flags, "muon_momentum") or "0.9"
             settings["optimizer.muon.nesterov"] = str("muon_nesterov" in flags).lower()
-            read |= {"muon_momentum", "muon_nesterov"}
+            used |= {"muon_momentum", "muon_nesterov"}
     if "fp8_format" in flags:
         settings["precision"] = "fp8"
-        read |= {"fp8_format", "bf16", "fp16"}
-    return settings, read
+        used |= {"fp8_format", "bf16", "fp16"}
+    return settings, used
 
 
-def data(flags: Flags) -> Rule:
+def translate_data(flags: Flags) -> Rule:
     """Corpora with their weights, and the folder of the run."""
-    settings, read = dict[str, str](), set[str]()
+    settings, used = dict[str, str](), set[str]()
     prefixes = flags.get("data_path") or flags.get("train_data_path")
     if "mock_data" in flags:
         settings["data"] = "synthetic"
-        read |= {"mock_data", "data_path", "train_data_path"}
+        used |= {"mock_data", "data_path", "train_data_path"}
     elif prefixes and len(prefixes) == 1:
         settings["data.path"] = prefixes[0]
-        read |= {"data_path", "train_data_path"}
+        used |= {"data_path", "train_data_path"}
     elif prefixes:
         is_weighted = len(prefixes) % 2 == 0 and all(map(is_number, prefixes[::2]))
         pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
         blend = [f"{weight} {prefix}" for weight, prefix in pairs] if is_weighted else prefixes
         settings["data.blend"] = f"[{','.join(blend)}]"
-        read |= {"data_path", "train_data_path"}
+        used |= {"data_path", "train_data_path"}
     if len(flags.get("valid_data_path", [])) == 1:
         settings["data.validation"] = flags["valid_data_path"][0]
-        read.add("valid_data_path")
-    if flags.get("load") == flags.get("save"):  # a run that is there is continued
-        read.add("load")
-    return settings, read
+        used.add("valid_data_path")
+    if flags.get("load") == flags.get("save"):  # an existing run resumes automatically
+        used.add("load")
+    return settings, used
 
 
 def is_number(word: str) -> bool:

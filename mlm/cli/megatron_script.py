@@ -1,6 +1,6 @@
-"""The command of a shell script that trains with Megatron-LM, its variables filled in. Nothing is run.
+"""The training command of a Megatron-LM shell script, with its variables filled in. Nothing is run.
 
-What only a shell could compute, such as $(…), stays as it is. Of a condition all branches are read.
+Substitutions that need a shell, such as $(…), stay as they are. All branches of a condition are read.
 """
 
 import re
@@ -48,16 +48,16 @@ def conditional_flags(script: str) -> list[str]:
 
 
 def command_in(script: str) -> list[str]:
-    """The words from the training program on; of several calls, of the one with the most flags."""
+    """The training program and its arguments; of several calls the one with the most flags."""
     script = HERE_DOCUMENT.sub(lambda m: f"{m[3]}\n{m[4] if 'train' in m[4] else ''}\n", script)
-    variables = {"PWD": ["."], "HOME": ["~"]}  # that a shell sets
+    variables = {"PWD": ["."], "HOME": ["~"]}  # set by the shell
     commands: list[list[str]] = [[]]
     tokens = lex(script)
     for kind, token in tokens:
         assigned = ASSIGNED.fullmatch(token) if kind == "word" else None
         if assigned and set(commands[-1]) <= BEFORE_ASSIGNMENT:
             name, plus, value = assigned.groups()
-            values = [value] if value else array_in(tokens, commands)
+            values = [value] if value else read_array(tokens, commands)
             filled = [word for text in values for word in expand(text, variables, splits=len(values) > 1)]
             variables[name] = variables.get(name, []) * bool(plus) + filled
         elif kind == "word":
@@ -86,8 +86,8 @@ def lex(script: str) -> Iterator[tuple[str, str]]:
             yield kind, match[0]
 
 
-def array_in(tokens: Iterator[tuple[str, str]], commands: list[list[str]]) -> list[str]:
-    """The words of an array after `NAME=`; none if no parenthesis follows."""
+def read_array(tokens: Iterator[tuple[str, str]], commands: list[list[str]]) -> list[str]:
+    """The words of an array after `NAME=`; empty if no parenthesis follows."""
     kind, token = next(tokens, ("end", ""))
     if token != "(":
         commands += [[token] if kind == "word" else []]
@@ -101,7 +101,7 @@ def array_in(tokens: Iterator[tuple[str, str]], commands: list[list[str]]) -> li
 
 
 def expand(word: str, variables: Variables, *, splits: bool = True) -> list[str]:
-    """The words that a word as typed becomes: quotes removed, variables filled in."""
+    """Split a word as a shell does: quotes removed, variables filled in."""
     if (match := VARIABLE.fullmatch(word.strip('"'))) and word.strip('"') != "$":
         name = match[1] or match[3]
         if name in variables:
@@ -113,12 +113,12 @@ def expand(word: str, variables: Variables, *, splits: bool = True) -> list[str]
         single or escaped or fill(double.replace("\\\n", "") or plain, variables)
         for single, double, escaped, plain in PIECE.findall(word)
     )
-    # flags in one string are meant to be split, as most scripts then do
+    # Split a string of flags, as most scripts do later.
     return split(text) if splits and text.startswith("--") and " " in text else [text]
 
 
 def fill(text: str, variables: Variables) -> str:
-    """A text with its variables filled in, those that are not set by their defaults."""
+    """Fill in the variables of a text; unset ones take their defaults."""
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -130,7 +130,7 @@ def fill(text: str, variables: Variables) -> str:
 
 
 def split(text: str) -> list[str]:
-    """The words of a string, quotes in it removed where they have an end."""
+    """The words of a string, without balanced quotes."""
     with suppress(UserError):
         words = [word for kind, word in lex(text.replace("\n", " ")) if kind == "word"]
         return [expand(word, {}, splits=False)[0] for word in words]

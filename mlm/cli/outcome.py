@@ -11,7 +11,7 @@ from mlm.util.errors import UserError
 from mlm.util.system import resolve
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
+HEAD_START_S = 5.0  # launchers end all ranks when one ends; let the reporting rank print first
 
 
 def print_stdout(text: str) -> int:
@@ -27,8 +27,7 @@ def version_line() -> str:
 def report(command: Command, work: Callable[[], int]) -> int:
     """Return the exit code of `work`; print a user's mistake as one line per error, without a traceback.
 
-    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
-    exceptions pass.
+    2: a mistake the user can fix. 1: a damaged file or failed check. 130: interrupted. Other exceptions pass.
     """
     try:
         return work()
@@ -44,9 +43,9 @@ def report(command: Command, work: Callable[[], int]) -> int:
 
 
 def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+    """True if this process reports mistakes: a single process, or the first rank of its host.
 
-    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    All ranks of a host see the same settings and files, so they find the same mistakes.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return environ.get("LOCAL_RANK", "0") == "0"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.cli.command import Command
-from mlm.config.suggest import either, multiples_around, nearest
+from mlm.config.suggest import multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.launch.rules.checks import Rule, problems_of
 from mlm.launch.rules.layout import RANK_RULES, SCHEDULE_RULES, TRAIN_RULES, Launch, LayoutValues
@@ -26,15 +26,15 @@ from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream
 
 TABLE_ENDINGS, PICTURES = (".json", ".csv"), (".svg", ".png")
-MOST_TRIED = 128  # distance up to which a valid number of GPUs is looked for
+MOST_TRIED = 128  # largest change of gpus= that the search for a valid number tries
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not set(FIELDS) & set(rule.inputs))
-"""Rules that no search can keep by another layout."""
+"""Rules that do not depend on the layout."""
 DRY_RUN_RULES = tuple(
     rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.inputs) == {"pp", "vp"}
 )
-"""Conditions of a layout on as many ranks as it asks for."""
+"""Conditions of a layout on exactly as many ranks as it needs."""
 ANYWHERE = Launch(None, None)
-MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
+MAX_COMPUTATIONS = 500_000  # per simulation: 15 seconds, three times the largest known runs
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
@@ -54,15 +54,19 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     rejected: list[str] = []
     if next(layouts(query, rejected), None):
         return []
-    # If any layout is valid on some number of GPUs, then one that is plain but for tp, pp and dp.
+    # If any layout is valid on a number of GPUs, one with defaults except tp, pp and dp is.
     plain_values = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
     plain = replace(query, fixed={**plain_values, **query.fixed})
-    near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
-    valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
-    kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
-    keys, other = ("gpus", "train.global_batch_size"), f"leave {kept} to the search" if kept else "use fewer"
-    fix = f"use gpus={valid}" if valid else other
-    return [Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)]
+    counts = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
+    valid = next((n for n in counts if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
+    fixed = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
+    fix = f"leave {fixed} to the search" if fixed else "use fewer"
+    fix = f"use gpus={valid}" if valid else fix
+    return [
+        Problem(
+            ("gpus", "train.global_batch_size"), f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix
+        )
+    ]
 
 
 def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
@@ -117,10 +121,11 @@ def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     pp, vp, micro_batches = config.pp, config.vp, config.micro_batches
     if vp == 1 or config.pipeline != "1f1b" or pp <= 0 or micro_batches % pp == 0:
         return None
+    multiples = " or ".join(f"micro_batches={n}" for n in multiples_around(micro_batches, pp))
     return Problem(
         ("micro_batches", "pp", "vp"),
         f"micro_batches={micro_batches} is not a multiple of pp={pp}, as vp={vp} needs",
-        f"use {either('micro_batches', multiples_around(micro_batches, pp))}, or vp=1",
+        f"use {multiples}, or vp=1",
     )
 
 
@@ -138,7 +143,7 @@ def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
 
 
 def _out_ends_in(allowed: tuple[str, ...], stem: str) -> Rule:
-    """The rule of a result whose ending is one of these; `stem` is the name proposed for one without."""
+    """Return a rule on the suffix of `out`; `stem` is the proposed file name if it has none."""
 
     def rule(config: Any, _: Launch) -> Problem | None:
         if config.out is None or is_stream(config.out):
@@ -155,7 +160,7 @@ def _out_ends_in(allowed: tuple[str, ...], stem: str) -> Rule:
 
 
 NO_DEVICES = ("data=synthetic", "cluster=local")
-"""Choices of a command that runs nothing on devices."""
+"""Group choices of commands that use no device."""
 on_hardware = partial(
     Command,
     kept_choices=NO_DEVICES,

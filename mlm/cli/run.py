@@ -1,6 +1,6 @@
-"""A command line whose command is known: its help, its composed config, a check, or its job.
+"""Run a parsed command: print its help or config, check it, or start its job.
 
-Compose, build, check, preflight, launch.
+Steps: compose, build, check, preflight, launch.
 """
 
 import os
@@ -32,10 +32,10 @@ from mlm.config.fields import OnlyIf, expand_home
 from mlm.config.imports import trusting
 from mlm.config.suggest import divisors
 from mlm.config.tree import Leaf, flatten, leaves, values_of
+from mlm.launch.command_line import record_job
 from mlm.launch.devices import first_gpu
 from mlm.launch.rules.layout import RANKS_PER_NODE
 from mlm.launch.stop import exiting_on_signals
-from mlm.launch.typed import record_job
 from mlm.models.family import family_of, option
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import ConfigError, Problem, UserError, attempt, format_value
@@ -53,16 +53,16 @@ class Job:
     arguments: Arguments
     overrides: Overrides
     saved: SavedValues | None
-    """The settings of the run that is continued, None for a new one."""
+    """Settings of the run to continue; None for a new one."""
 
     def note(self, line: str) -> None:
-        """Print a line on stderr; one process of a host does."""
+        """Print a line on stderr, once per host."""
         if speaks_for_host(os.environ):
             print(f"mlm {self.command.name}: {line}", file=sys.stderr)
 
 
-def act(command: Command, words: list[str]) -> int:
-    """Obey the words that follow a command. Returns the exit code; raises UserError."""
+def run_command(command: Command, words: list[str]) -> int:
+    """Run a command with its arguments and return the exit code. Raises UserError."""
     arguments = parse(command, words)
     folder = arguments.config_dir
     if arguments.help:
@@ -108,13 +108,13 @@ def run_job(job: Job) -> int:
     for key, resolver in command.resolvers.items():
         if key in keys and (line := resolve(resolver)(values, keys)):
             job.note(line)
-    # Code is imported by what is typed here, never by what a saved run names.
+    # Only typed import paths are imported, never those of a saved run.
     typed = flatten(plain_values(composition.typed, resolve=False))
     imports = [typed.get(key) for key, leaf in leaves(command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)
     with trusted():
-        written = user_keys(composition.typed.hydra.runtime.choices, config_dir)
-        config = _build(job, values, keys, written)
+        yaml_keys = user_keys(composition.typed.hydra.runtime.choices, config_dir)
+        config = _build(job, values, keys, yaml_keys)
         problems = path_problems(config)
         if command.preflight and not problems:
             with streams_for(config):
@@ -129,7 +129,7 @@ def run_job(job: Job) -> int:
         if command.check is None:
             with exiting_on_signals():
                 code = resolve(command.target)(config)
-            return code if isinstance(code, int) else OK  # an int: of ranks that the command started
+            return code if isinstance(code, int) else OK  # an int: the exit code of child ranks
         if command.forecast and speaks_for_host(os.environ):
             for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
                 job.note(line)
@@ -148,7 +148,7 @@ def _take_model(job: Job, composition: Composition) -> None:
     except UserError:
         if not (job.arguments.cfg or job.arguments.resolve):
             raise
-        return  # what is composed can be shown without
+        return  # show the config without the model
     if trained:
         name, model = trained
         composition.tree.model = OmegaConf.create(model)
@@ -181,7 +181,7 @@ def _verdict(command: Command, config: Any, gpus: int | None) -> str:
     over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
     sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
     line = f"would start {size} rank{'s' * (size > 1)}: {sizes}"
-    # a node holds whole tp groups
+    # A node holds complete tp groups.
     per_node = max((n for n in divisors(size) if n <= RANKS_PER_NODE and n % layout.tp == 0), default=0)
     is_cpu_enough = config.dist.device == "cpu" or (config.dist.device == "auto" and size == per_node)
     if not is_cpu_enough and not per_node:
@@ -195,15 +195,15 @@ def _verdict(command: Command, config: Any, gpus: int | None) -> str:
 
 
 def _ranks(config: Any) -> int:
-    """Ranks of a layout: tp * cp * pp * dp, with one replica where dp is left to the launcher."""
+    """Ranks of a layout: tp * cp * pp * dp, with dp=null as one replica."""
     return int(config.parallel.replica * (config.parallel.dp or 1))
 
 
-def _build(job: Job, values: dict[str, Any], typed: set[str], written: set[str]) -> Any:
+def _build(job: Job, values: dict[str, Any], typed_keys: set[str], yaml_keys: set[str]) -> Any:
     def check(config: Any) -> Sequence[str]:
         problems = list(_problems(job.command, job.arguments, config))
         named = {key for problem in problems for key in Problem.of(problem).keys}
-        unread = attempt(problems, lambda: [*unread_problems(config, typed - named, written - named)])
+        unread = attempt(problems, lambda: [*unread_problems(config, typed_keys - named, yaml_keys - named)])
         return [*problems, *(unread or ())]
 
     try:
@@ -216,7 +216,7 @@ def _build(job: Job, values: dict[str, Any], typed: set[str], written: set[str])
 
 
 def _problems(command: Command, arguments: Arguments, config: Any) -> Sequence[str]:
-    """Problems of the command's own check, on the ranks that are there or that `--check` assumes."""
+    """Problems that the command's check finds for the available ranks, or those that `--check` assumes."""
     if command.check is None:
         return command.local_check(config)
     if arguments.gpus is not None:
@@ -232,39 +232,39 @@ def _problems(command: Command, arguments: Arguments, config: Any) -> Sequence[s
     return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
 
-def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator[Problem]:
-    """Problems of keys that nothing reads: those `typed`, and those `written` in YAML of the user's."""
+def unread_problems(config: Any, typed_keys: Set[str], yaml_keys: Set[str]) -> Iterator[Problem]:
+    """Problems of keys that nothing reads, typed or written in the user's YAML."""
     spec: type = type(config)
-    known, values = dict(leaves(spec)), values_of(config)
-    if "model.kind" in known:  # the options of its family too
+    schema, values = dict(leaves(spec)), values_of(config)
+    if "model.kind" in schema:  # the options of its family too
         prefix, family = "model.options.", family_of(config.model.kind)
         values |= {f"{prefix}{name}": option(config.model, name) for name in family.options}
         for name, leaf in leaves(family.settings).items() if family.settings else ():
-            known[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
-    for key in [key for key in known if key in typed or key in written]:
-        condition = _broken_condition(key, known, values)
+            schema[prefix + name] = replace(leaf, only_if=leaf.only_if and leaf.only_if.within(prefix))
+    for key in [key for key in schema if key in typed_keys or key in yaml_keys]:
+        condition = _broken_condition(key, schema, values)
         if condition is None:
             continue
-        other, is_here = condition.key, condition.key in values
-        # YAML may be of several commands, or hold a whole configuration; and what is typed stands above it.
-        is_whole = other in written and values[key] == known[key].default
-        if key not in typed and (not is_here or other in typed or is_whole):
+        parent, has_key = condition.key, condition.key in values
+        # YAML may serve several commands, or hold a full configuration; typed values win over it.
+        is_whole = parent in yaml_keys and values[key] == schema[key].default
+        if key not in typed_keys and (not has_key or parent in typed_keys or is_whole):
             continue
-        why = f"with {other}={format_value(values[other])}" if is_here else f"without {other}"
-        values_read = condition.values or ((True,) if values.get(other) is False else ())
-        wanted = " or ".join(f"{other}={format_value(value)}" for value in values_read) or other
-        fix = "remove it" + f", or set {wanted}" * is_here
-        yield Problem((key, other), f"{key}={format_value(values[key])}: has no effect {why}", fix)
+        why = f"with {parent}={format_value(values[parent])}" if has_key else f"without {parent}"
+        values_read = condition.values or ((True,) if values.get(parent) is False else ())
+        remedy = " or ".join(f"{parent}={format_value(value)}" for value in values_read) or parent
+        fix = "remove it" + f", or set {remedy}" * has_key
+        yield Problem((key, parent), f"{key}={format_value(values[key])}: has no effect {why}", fix)
 
 
-def _broken_condition(key: str, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> OnlyIf | None:
-    """The condition for which a key is not read; None if it is, or may be by the user's code or a model."""
-    condition = known[key].only_if if key in known else None
+def _broken_condition(key: str, schema: Mapping[str, Leaf], values: Mapping[str, Any]) -> OnlyIf | None:
+    """The unmet condition of a key; None if the key is read, or user code or a model may read it."""
+    condition = schema[key].only_if if key in schema else None
     if condition is None:
         return None
-    other = condition.key
-    if other not in values:  # a command without model.* takes its checkpoint's model
-        return None if other.startswith("model.") and "model.kind" not in values else condition
-    shipped = known[other].shipped if other in known else None
-    holds = condition.holds(values[other]) or (shipped is not None and values[other] not in shipped)
-    return _broken_condition(other, known, values) or (None if holds else condition)
+    parent = condition.key
+    if parent not in values:  # a command without model.* takes its checkpoint's model
+        return None if parent.startswith("model.") and "model.kind" not in values else condition
+    shipped = schema[parent].shipped if parent in schema else None
+    holds = condition.holds(values[parent]) or (shipped is not None and values[parent] not in shipped)
+    return _broken_condition(parent, schema, values) or (None if holds else condition)

@@ -1,8 +1,8 @@
 """Composed YAML → frozen dataclass, and back to plain values that JSON can hold.
 
-Every problem of a run spec is found before anything starts and reported together (`ConfigError`): unknown
-keys, values of the wrong type or out of range, and what the `check` of the command finds between values. At
-the end: paths that no command may write.
+All problems of a run spec are reported together before anything starts (`ConfigError`): unknown keys, values
+of the wrong type or out of range, and conflicts that the command's `check` finds. `path_problems` finds paths
+that no command may write.
 """
 
 import json
@@ -43,20 +43,19 @@ Check = Callable[[T], Iterable[str]]  # a built run spec → its problems
 
 
 def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None) -> T:
-    """The run spec that composed YAML means, the layout (tp, pp, zero, …) moved into `parallel`.
+    """Build a run spec from composed YAML; the layout (tp, pp, zero, …) moves into `parallel`.
 
-    With a `check`, bounds of numbers are checked and its problems between values added. It also runs when
-    some values are unusable, with their defaults: its problems of an unusable key are left out. Raises
-    ConfigError with all problems.
+    With a `check`, bounds and its problems are added. Unusable values take their defaults for it, and its
+    problems of their keys are dropped. Raises ConfigError with all problems.
     """
     spec: type = cls
-    known, flat = leaves(spec), flatten(composed)
-    for key in flat.keys() & known.keys():
-        if role := known[key].role:
+    schema, flat = leaves(spec), flatten(composed)
+    for key in flat.keys() & schema.keys():
+        if role := schema[key].role:
             flat[key] = expanded(flat[key], role)
-    problems = [unknown_key(spec, key) for key in flat if key not in known]
+    problems = [unknown_key(spec, key) for key in flat if key not in schema]
     unusable = set[str]()
-    for key, leaf in known.items():
+    for key, leaf in schema.items():
         value = flat.get(key, leaf.default)
         if value == MISSING_VALUE:
             fix = f"add {leaf.key}=… ({leaf.doc.rstrip('.')})"
@@ -66,20 +65,20 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
         if problem:
             problems.append(problem)
             unusable.add(key)
-    # hoisted keys go back into their section
-    homes = {key: f"{HOISTED}.{key}" if leaf.is_hoisted else key for key, leaf in known.items()}
-    usable = {homes[key]: value for key, value in flat.items() if key in known and key not in unusable}
+    # Move hoisted keys into their section.
+    homes = {key: f"{HOISTED}.{key}" if leaf.is_hoisted else key for key, leaf in schema.items()}
+    usable = {homes[key]: value for key, value in flat.items() if key in schema and key not in unusable}
     sections_of: dict[str, Any] = {name: {} for name in sections(spec)}
     try:
         config: T = _adapter(spec).validate_python(sections_of | nested(usable))
-    except ValidationError:  # a required value is unusable: nothing to run the check on
+    except ValidationError:  # a required value is unusable: there is no config to check
         assert problems
         raise ConfigError(problems) from None
     if check is not None:
         outside = out_of_range(config)
         problems += outside.values()
-        between = map(Problem.of, check(config))
-        problems += [problem for problem in between if not problem.concerns({*unusable, *outside})]
+        conflicts = map(Problem.of, check(config))
+        problems += [problem for problem in conflicts if not problem.concerns({*unusable, *outside})]
     if problems:
         raise ConfigError(problems)
     return config
@@ -92,7 +91,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], saved: dict[str, Any]) -> T:
-    """The run spec that `to_dict` wrote. Raises ConfigError if it is of another kind or version."""
+    """The run spec that `to_dict` wrote. Raises ConfigError for another type or version."""
     try:
         spec: type = cls
         config: T = _adapter(spec).validate_python(saved)
@@ -108,10 +107,10 @@ def config_digest(config: Any) -> str:
 
 
 def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
-    """The problem of a value that is not of the key's type, not finite, or no usable path."""
+    """The problem of a value: wrong type, not finite, or an unusable path."""
     if not _is_finite(value):
         return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be finite")
-    # pydantic would read true as 1 and 1e3 as a whole number: the second is meant, the first is a slip
+    # pydantic reads 1e3 as an integer, as intended, and also true as 1, which is a mistake.
     number_wanted = any(kind in (int, float) for kind in alternatives(leaf.type))
     if not (isinstance(value, bool) and number_wanted):
         try:
@@ -127,8 +126,8 @@ def problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
         return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
     lists = [kind for kind in alternatives(leaf.type) if get_origin(kind) in (tuple, list)]
     if isinstance(value, str) and value and any(get_args(kind)[0] in (str, ObserverEntry) for kind in lists):
-        wrong = f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}"
-        return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
+        problem = f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}"
+        return Problem((leaf.key,), problem, f"use '{leaf.key}=[{value}]'")
     near = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
     hint = f"did you mean {leaf.key}={near}?" if near else ""
     return Problem((leaf.key,), f"{leaf.key}={format_value(value)} must be {describe_values(leaf)}", hint)
@@ -156,9 +155,9 @@ def _reject_unknown_keys(spec: Any) -> None:
 
 
 def path_problems(config: Any) -> list[str]:
-    """Results that would replace a user's file, and folders that no command may claim.
+    """Problems of results that would replace a user's file, and of folders that no command may claim.
 
-    Names in a folder that are in the way are known to the command, which checks them itself.
+    Each command checks the names inside its folder.
     """
     problems = list[str]()
     for key, value, role in paths_of(config):
@@ -207,7 +206,7 @@ def protected_from(config: Any) -> list[str]:
 
 
 def streams_for(config: Any) -> AbstractContextManager[None]:
-    """Around the work of a command: leaves standard output to its results where one is named `-`."""
+    """Context of a command's work that reserves standard output for a result named `-`."""
     results = (Role.RESULT, Role.PLACE)
     if is_dataclass(config) and any(p == STDOUT and role in results for _, p, role in paths_of(config)):
         return results_alone_on_stdout()

@@ -1,8 +1,7 @@
 """Metadata of config fields, declared in annotations: bounds, conditions, purposes of paths, other names.
 
 A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Aliases("n_layer")]`.
-`build.py` checks bounds, expands `~`, rejects empty paths and looks at what exists at a path; `suggest.py`
-knows the other names.
+`build.py` checks bounds and paths, and expands `~`; `suggest.py` uses the other names.
 """
 
 import os
@@ -23,7 +22,7 @@ M = TypeVar("M")
 
 
 Options = dict[str, bool | int | float | str]
-"""Settings by name, for the user's code."""
+"""Settings by name, for user code."""
 ObserverEntry = str | Options
 """An import path, or its fields by name with the path as `use`."""
 Columns = dict[str, str]
@@ -32,14 +31,14 @@ Columns = dict[str, str]
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """s3://…, gs://…, https://…, hf://…"""
 STORED = re.compile(r"s3:", re.IGNORECASE)
-"""Begins the URL of an object, or what was meant to be one."""
+"""Beginning of an object's URL, or of an attempt at one."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 MOST = 2**31 - 1
-"""Limit of whole numbers other than seeds and bytes: more is a slip of a finger."""
+"""Limit of integers other than seeds and bytes: a larger one is a typing error."""
 
 
 def exact(value: float) -> Fraction:
-    """Return the decimal fraction that a float was typed as: 11/10 of 1.1, whose value is a little more."""
+    """Return the decimal fraction that a float was typed as: 11/10 for 1.1."""
     return Fraction(repr(float(value)))
 
 
@@ -54,7 +53,7 @@ class Bound:
     """Limit of whole numbers."""
 
     def problem(self, key: str, value: Any) -> Problem | None:
-        """The problem of a value outside the bound. Other values than numbers, such as null, have none."""
+        """The problem of a number outside the bound; None for other values, such as null."""
         numbers = value if isinstance(value, list | tuple) else [value]
         numbers = [number for number in numbers if isinstance(number, int | float)]
         if not all(map(self.holds, numbers)):
@@ -69,7 +68,7 @@ EXTENT = Bound(lambda x: x > 0, "greater than 0", most=2**20)
 """Layers, heads and widths of a model: no product of two with a vocabulary overflows a tensor's size."""
 NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
 SECONDS = Bound(lambda x: 0 < x <= 1e9, "greater than 0 and at most 1e9")
-"""Within what clocks and sockets can count: 1e9 seconds are 31 years."""
+"""Range of clocks and sockets: 1e9 seconds are 31 years."""
 FRACTION = Bound(lambda x: 0 <= x < 1, "at least 0 and below 1")
 PROBABILITY = Bound(lambda x: 0 < x <= 1, "above 0 and at most 1")
 SHARE = Bound(lambda x: 0 <= x <= 1, "from 0 to 1")
@@ -79,10 +78,10 @@ MANY = Bound(lambda x: x > 0, "greater than 0", most=None)
 
 
 class Aliases:
-    """Names that other programs have for a field, as someone who comes from there types them.
+    """Names of a field in other programs, in lower case with underscores.
 
-    nanoGPT and minGPT, Megatron-LM's and DeepSpeed's flags, `transformers`' configurations and
-    TrainingArguments; in lower case, with underscores.
+    nanoGPT and minGPT, flags of Megatron-LM and DeepSpeed, configurations and TrainingArguments of
+    `transformers`.
     """
 
     def __init__(self, *names: str) -> None:
@@ -90,29 +89,28 @@ class Aliases:
 
 
 class OnlyIf:
-    """Condition without which nothing reads a field, so that typing it is an error.
+    """Condition under which a field is read; typing it otherwise is an error.
 
-    `key` is of the same section, or in full with its dot. It must be read itself, and have one of `values`
-    (patterns of fnmatch); without any, a value other than null, 0, false and empty. With `or_null`, null
-    stands for such a value.
+    `key`, in the same section or in full with its dot, must be read itself, and have one of `values` (fnmatch
+    patterns), by default any but null, 0, false and empty. With `or_null`, null is such a value.
     """
 
     def __init__(self, key: str, *values: object, or_null: bool = False) -> None:
         self.key, self.values, self.or_null = key, values, or_null
 
     def within(self, prefix: str) -> "OnlyIf":
-        """The condition with its key in full, of a field in the section that `prefix` begins keys of."""
+        """The condition with its full key, for a field whose section has the prefix `prefix`."""
         return self if "." in self.key else OnlyIf(prefix + self.key, *self.values, or_null=self.or_null)
 
     def holds(self, value: Any) -> bool:
-        """True for a value of the key with which the field is read."""
+        """True if the field is read at this value of the key."""
         if value is None and self.or_null:
             return True
         return any(fnmatchcase(str(value), str(v)) for v in self.values) if self.values else bool(value)
 
 
 class ImportPath:
-    """Marks a field that takes one of the `shipped` names, or the import path of the user's own object."""
+    """Marks a field that takes one of the `shipped` names, or an import path."""
 
     def __init__(self, *shipped: str) -> None:
         self.shipped = shipped
@@ -155,7 +153,7 @@ StoreFolder = Annotated[str, Role.STORE]
 
 
 def metadata(annotation: Any, kind: type[M]) -> M | None:
-    """The metadata of one type in an annotation such as `InputPath | None`; None if it has none."""
+    """The metadata of type `kind` in an annotation such as `InputPath | None`; None without it."""
     if isinstance(annotation, kind):
         return annotation
     for inner in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
@@ -182,7 +180,7 @@ def expand_home(path: str) -> str:
 
 
 def path_problem(key: str, value: Any, role: Role) -> Problem | None:
-    """The problem of an expanded path itself: it is empty, too long, of no user, or cannot be read."""
+    """The problem of an expanded path: empty, too long, an unknown home, or unreadable."""
     if isinstance(value, list | tuple):
         return next((problem for item in value if (problem := path_problem(key, item, role))), None)
     if not isinstance(value, str):
@@ -208,7 +206,7 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
     kind = file_type_name(Path(path))
     if kind == "a loop of links":
         return Problem.at(key, path, f"leads through {kind}", "correct the links, or name another path")
-    if role not in READ:  # what is written is checked by the writer
+    if role not in READ:  # the writer checks its paths
         return None
     if kind in ("a FIFO", "a socket", "a device"):
         return Problem.at(key, path, f"is {kind}", "name a file or a folder")
@@ -230,9 +228,9 @@ def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
 def split_weight(entry: str) -> tuple[str, str]:
     """`0.3 corpora/wiki` as "0.3 " and the path."""
     text = entry.lstrip()
-    first, space, rest = text.partition(" ")
+    weight, space, path = text.partition(" ")
     try:
-        float(first)
+        float(weight)
     except ValueError:
         return "", entry
-    return f"{first}{space}", rest.lstrip()
+    return f"{weight}{space}", path.lstrip()

@@ -1,9 +1,8 @@
-"""Objects of the user's own code, named by import path: `model.kind=my_package.my_family:FAMILY`.
+"""Objects of user code, named by import path: `model.kind=my_package.my_family:FAMILY`.
 
-Importing a module runs its code, and checkpoints and run folders come from anyone. So a path is followed
-only into trusted modules: modules of paths that are typed on the command line, or stand in YAML that the
-command line chooses, and those named in the environment variable MLM_TRUST (`my_package,other.module`),
-each with the modules below it. A path in a saved file is data until one of these names its module.
+Importing a module runs its code, and checkpoints and run folders come from anyone. So only trusted modules
+and their submodules are imported: modules of paths typed on the command line or in YAML that it chooses, and
+those in the environment variable MLM_TRUST (`my_package,other.module`). Other paths in saved files are data.
 """
 
 import os
@@ -21,7 +20,7 @@ PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class OwnCodeError(UserError):
-    """A name that is neither shipped nor leads to an object in trusted code."""
+    """A name that is neither shipped nor an object in trusted code."""
 
 
 def is_path(value: object) -> bool:
@@ -30,17 +29,17 @@ def is_path(value: object) -> bool:
 
 
 def paths_in(value: object) -> list[str]:
-    """Return the import paths that a value of a key is, or lists: alone, or as `use` with fields."""
+    """Return the import paths in a value: a path, `use` with fields, or a list of these."""
     values = value if isinstance(value, list | tuple) else [value]
     named = (item.get("use") if isinstance(item, dict) else item for item in values)
     return [str(path) for path in named if is_path(path)]
 
 
 def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, *, typed: str = "") -> Any:
-    """Return what the import path of a key names, of class `kind`; None for one of the `shipped` values.
+    """Return the object of class `kind` at the import path of a key; None for one of the `shipped` values.
 
-    `typed` is what a user types to trust the path, where that is more than the key and the path. Raises
-    OwnCodeError for a path that leads nowhere, or into code that is not trusted.
+    `typed`: the setting that trusts the path, by default key=path. Raises OwnCodeError for a missing object
+    or untrusted code.
     """
     if path in shipped:
         return None
@@ -71,20 +70,20 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object, 
 
 
 def is_trusted(name: str) -> bool:
-    """True if MLM_TRUST names a module or an import path, or a package that holds the module."""
+    """True if MLM_TRUST names a module, its package, or an import path."""
     trusted = filter(None, os.environ.get(TRUST, "").replace(" ", "").split(","))
     return any(name == module or name.startswith(f"{module}.") for module in trusted)
 
 
 def trust(*modules: str) -> None:
-    """Let import paths lead into these modules, or be these, in this process and those that it starts."""
-    known = os.environ.get(TRUST)
-    os.environ[TRUST] = ",".join([*([known] if known else []), *modules])
+    """Trust modules or import paths, in this process and its children."""
+    trusted = os.environ.get(TRUST)
+    os.environ[TRUST] = ",".join([*([trusted] if trusted else []), *modules])
 
 
 @contextmanager
 def trusting(typed: Iterable[object], paths: Iterable[str] = ()) -> Iterator[None]:
-    """Trust the modules of the import paths among values that the user typed, and `paths`, for a while."""
+    """Trust the modules of import paths among typed values, and `paths`, while inside."""
     before = os.environ.get(TRUST)
     trust(*(path.partition(":")[0] for value in typed for path in paths_in(value)), *paths)
     try:

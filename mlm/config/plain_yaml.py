@@ -35,8 +35,7 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of bounded size, no link. Raises UserError."""
-    # a link may lead to a file that is not the run's
+    """The text of a regular file of bounded size. Raises UserError, also for a link out of the run."""
     flags = os.O_RDONLY | os.O_NOFOLLOW
     with reading_from(path, "Name a plain file that can be read"), open(open_regular(path, flags), "rb") as f:
         content = f.read(MAX_BYTES + 1)
@@ -64,7 +63,7 @@ def parse(text: str, path: Path | str) -> dict[str, Any]:
 
 
 def check_events(text: str) -> None:
-    """Raise ValueError for what no saved config has, before anything is built of it."""
+    """Raise ValueError for YAML features that no saved config has, before building values."""
     depth = nodes = 0
     for event in yaml.parse(text, Loader=PlainLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
@@ -81,7 +80,7 @@ def check_events(text: str) -> None:
 
 
 def check_keys(node: Any) -> None:
-    """Raise ValueError for a key that is not a string, or a duplicate."""
+    """Raise ValueError for a duplicate key, or one that is not a string."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             check_keys(child)
@@ -96,7 +95,7 @@ def check_keys(node: Any) -> None:
 
 
 def problem_of(value: Any) -> str | None:
-    """The reason why a run saves no such value: an interpolation or a missing value, in a list too."""
+    """The reason why a run cannot have saved a value or item: an interpolation, missing, not plain."""
     if isinstance(value, list | tuple | dict):
         items = value.values() if isinstance(value, dict) else value
         return next((problem for item in items if (problem := problem_of(item))), None)

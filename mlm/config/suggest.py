@@ -1,4 +1,4 @@
-"""The nearest valid setting: of a misspelled word, a foreign option, a number that does not divide."""
+"""The nearest valid setting for a misspelled word, a foreign option, or a number that does not divide."""
 
 import re
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from mlm.util.errors import Problem
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """Options of another program, and what to write in their place: an entry of foreign_options.yaml."""
+    """Options of another program and their replacement: an entry of foreign_options.yaml."""
 
     names: list[str]
     answer: str
@@ -26,10 +26,10 @@ class ForeignOption:
     everywhere: bool = False
 
     def has_name(self, name: str) -> bool:
-        """True if it is one of the names, or a flag of Megatron-LM that fits a pattern among them."""
+        """True for one of the names, or a Megatron-LM flag that matches a pattern among them."""
         return any(
-            name == known or ("*" in known and name in megatron_flags() and fnmatchcase(name, known))
-            for known in self.names
+            name == pattern or ("*" in pattern and name in megatron_flags() and fnmatchcase(name, pattern))
+            for pattern in self.names
         )
 
     def answer_to(self, value: str) -> str:
@@ -57,67 +57,67 @@ def plain_name(name: str) -> str:
 
 @cache
 def foreign_option(cls: type, name: str) -> ForeignOption | None:
-    """The entry for a name that is no key of this type of run spec; None if there is none.
+    """The entry for a name that is no key of this run spec; None without one.
 
-    Patterns do not apply to names of our keys.
+    Patterns do not match names of keys.
     """
-    known, last = leaves(cls), plain_name(name).rpartition(".")[2]
-    is_ours = last in other_names(cls) or any(key.rpartition(".")[2] == last for key in known)
+    schema, last = leaves(cls), plain_name(name).rpartition(".")[2]
+    is_key = last in other_names(cls) or any(key.rpartition(".")[2] == last for key in schema)
     for option in foreign_options():
         keys = option.keys or ("train.steps",)  # of the commands that train
-        has_name = last in option.names if is_ours else option.has_name(last)
-        if has_name and (option.everywhere or all(key in known for key in keys)):
+        has_name = last in option.names if is_key else option.has_name(last)
+        if has_name and (option.everywhere or all(key in schema for key in keys)):
             return option
     return None
 
 
 def keys_meant(cls: type, name: str) -> tuple[str, ...]:
-    """Keys of a run spec that another program's name stands for, the likeliest first."""
+    """Keys that another program's name stands for, the likeliest first."""
     option = foreign_option(cls, name)
     return option.keys if option else other_names(cls).get(plain_name(name).rpartition(".")[2], ())
 
 
 def nearest(
-    word: str, candidates: Iterable[str], also: Mapping[str, Sequence[str]] | None = None
+    word: str, candidates: Iterable[str], aliases: Mapping[str, Sequence[str]] | None = None
 ) -> str | None:
     """The candidate the user most likely meant, or None.
 
     A dotted key also matches by its last part, so `hidden_size` and `modl.hidden_size` find
-    `model.hidden_size`. Next come the names that other programs have for candidates: `also`, in lower case.
+    `model.hidden_size`. `aliases`: candidates by the names of other programs, in lower case.
     """
-    known = list(candidates)
+    keys = list(candidates)
     last = word.rpartition(".")[2]
-    same = [key for key in known if key.rpartition(".")[2] == last]
-    meant = () if same else (also or {}).get(last.lower().replace("-", "_"), ())
-    if same_name := next((key for key in meant if key in known), None):
-        return same_name
-    if len(same) == 1:
-        return same[0]
+    matches = [key for key in keys if key.rpartition(".")[2] == last]
+    synonyms = () if matches else (aliases or {}).get(last.lower().replace("-", "_"), ())
+    if synonym := next((key for key in synonyms if key in keys), None):
+        return synonym
+    if len(matches) == 1:
+        return matches[0]
     lowered = dict[str, str]()
-    for key in known:
+    for key in keys:
         lowered.setdefault(key.lower(), key)
-    # dgx_h100_80g is a dgx_h100, although dgx_a100_80g has more letters of it
+    # dgx_h100_80g is a dgx_h100, although dgx_a100_80g shares more letters.
     if extended := [key for key in lowered if re.match(rf"{re.escape(key)}_\d", word.lower())]:
         return lowered[max(extended, key=len)]
     section = word.rpartition(".")[0]
-    siblings = [key for key in known if section and key.rpartition(".")[0] == section]
-    if siblings and not same:  # the section's name is no likeness
+    siblings = [key for key in keys if section and key.rpartition(".")[0] == section]
+    if siblings and not matches:  # compare names within the section
         near = {key.rpartition(".")[2].lower(): key for key in siblings}
         close = most_alike(last.lower(), near, 0.6)
     else:
-        near = {key.lower(): key for key in same} or lowered
+        near = {key.lower(): key for key in matches} or lowered
         close = most_alike(word.lower(), near, 0.6)
     if close is not None:
         return near[close]
-    tails = {key.rpartition(".")[2]: key for key in reversed(known)}
+    tails = {key.rpartition(".")[2]: key for key in reversed(keys)}
     close = most_alike(last.lower(), tails, 0.75)
     return None if close is None else tails[close]
 
 
 def most_alike(word: str, candidates: Iterable[str], least: float) -> str | None:
     """The candidate most like a word by difflib's ratio, of equals the first; None if none has `least`."""
-    listed = list(candidates)
-    close = sorted(get_close_matches(word, listed, n=len(listed) or 1, cutoff=least), key=listed.index)
+    words = list(candidates)
+    close = sorted(get_close_matches(word, words, n=len(words) or 1, cutoff=least), key=words.index)
     return max(close, key=lambda key: SequenceMatcher(None, key, word).ratio(), default=None)
 
 
@@ -130,7 +130,7 @@ def nearest_key(cls: type, key: str) -> str | None:
 
 
 def unknown_key(cls: type, key: str, value: str = "…") -> Problem:
-    """The problem of a key that this type of run spec does not have, and what stands in its place."""
+    """The problem of a key that a run spec lacks, with its replacement."""
     if key in sections(cls):
         first = next(iter(leaves(sections(cls)[key])))
         name = first if key == HOISTED else f"{key}.{first}"
@@ -157,17 +157,13 @@ def divisors(number: int) -> list[int]:
 
 
 def around(value: int, valid: Iterable[int]) -> list[int]:
-    """The nearest valid numbers below and above `value` (one of them when there is no other)."""
+    """The nearest valid numbers below and above `value`; one of them if there is no other."""
     ordered: Sequence[int] = valid if isinstance(valid, range) else sorted(valid)  # a range may be long
-    at = bisect_right(ordered, value)
-    return [*ordered[max(at - 1, 0) : at], *ordered[at : at + 1]]
+    index = bisect_right(ordered, value)
+    return [*ordered[max(index - 1, 0) : index], *ordered[index : index + 1]]
 
 
 def multiples_around(value: int, quantum: int) -> list[int]:
     """The nearest positive multiples of `quantum` below and above `value`."""
-    below = value // quantum * quantum
-    return [below, below + quantum] if below > 0 else [quantum]
-
-
-def either(key: str, values: Iterable[object]) -> str:
-    return " or ".join(f"{key}={value}" for value in values)
+    lower = value // quantum * quantum
+    return [lower, lower + quantum] if lower > 0 else [quantum]

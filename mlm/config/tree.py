@@ -26,8 +26,8 @@ from mlm.config.fields import (
 from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
-OPTIONS = ("options", "columns")  # fields with names that only the user's own code or files know
-MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given
+OPTIONS = ("options", "columns")  # fields whose names user code or files define
+MISSING_VALUE = "???"  # OmegaConf's mark of a required value
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Leaf:
     type: Any
     """Its annotation, e.g. `int | None`."""
     default: Any
-    """Default value, MISSING_VALUE when it must be given."""
+    """Default value; MISSING_VALUE if it is required."""
     doc: str
     """The string beneath the field."""
     role: Role | None = None
@@ -47,11 +47,11 @@ class Leaf:
     bound: Bound | None = None
     """Bound of its number; None if it is not a number, or has no bound."""
     aliases: tuple[str, ...] = ()
-    """Names that other programs have for it."""
+    """Names in other programs."""
     shipped: tuple[str, ...] | None = None
     """Shipped values of a key that also takes an import path; None for other keys."""
     only_if: OnlyIf | None = None
-    """Condition under which it is read, its key in full; None for always."""
+    """Condition under which it is read, with its full key; None for always."""
     is_hoisted: bool = False
     """True for a field of `parallel`."""
 
@@ -68,7 +68,7 @@ def leaves(cls: type) -> dict[str, Leaf]:
 
 @cache
 def other_names(cls: type) -> dict[str, tuple[str, ...]]:
-    """Names that other programs have for keys of a run spec, and the keys: the first is the likeliest."""
+    """Keys of a run spec by their names in other programs, the likeliest first."""
     keys: dict[str, tuple[str, ...]] = {}
     for key, leaf in leaves(cls).items():
         for name in leaf.aliases:
@@ -120,12 +120,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flatten(tree: dict[str, Any], prefix: str = "", *, whole: tuple[str, ...] = OPTIONS) -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and names in `whole` stay whole."""
+def flatten(tree: dict[str, Any], prefix: str = "", *, opaque: tuple[str, ...] = OPTIONS) -> dict[str, Any]:
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and names in `opaque` stay nested."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value and name not in whole:
-            flat |= flatten(value, f"{prefix}{name}.", whole=whole)
+        if isinstance(value, dict) and value and name not in opaque:
+            flat |= flatten(value, f"{prefix}{name}.", opaque=opaque)
         else:
             flat[f"{prefix}{name}"] = value
     return flat
@@ -133,7 +133,7 @@ def flatten(tree: dict[str, Any], prefix: str = "", *, whole: tuple[str, ...] = 
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string beneath each field of a dataclass, its own or inherited, whitespace folded."""
+    """The string beneath each field of a dataclass, inherited ones included, whitespace folded."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -147,11 +147,11 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def describe_values(leaf: Leaf) -> str:
-    """The values of a key in words: `a whole number or null`, or the shipped ones and an import path."""
+    """The values of a key in words: `a whole number or null`, or shipped names and an import path."""
     if leaf.shipped:
         return f"{', '.join(leaf.shipped)} or an import path"
-    words, among = list[str](), alternatives(leaf.type)
-    for alternative in among:
+    words, members = list[str](), alternatives(leaf.type)
+    for alternative in members:
         origin, args = get_origin(alternative), get_args(alternative)
         if origin is Literal:
             words += map(str, args)
@@ -159,7 +159,7 @@ def describe_values(leaf: Leaf) -> str:
             inner = [arg for arg in args if arg is not Ellipsis]
             counted = f"{len(inner)} " if origin is tuple and Ellipsis not in args else ""
             words.append(f"a list of {counted}{_PLURALS.get(inner[0], 'values')}")
-        elif alternative is bool and len(among) > 1:
+        elif alternative is bool and len(members) > 1:
             words += ["true", "false"]
         else:
             words.append(_WORDS.get(alternative, str(alternative)))
@@ -174,7 +174,7 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts", ObserverEntry:
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """The members of a union; of any other type, itself."""
+    """The members of a union; [kind] for any other type."""
     return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
 
 
@@ -196,7 +196,7 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
             else:
                 yield from _walk(kind, f"{prefix}{item.name}.", only_if)
         else:
-            names, own = metadata(annotation, Aliases), metadata(annotation, ImportPath)
+            names, imports = metadata(annotation, Aliases), metadata(annotation, ImportPath)
             default = MISSING_VALUE if item.default is MISSING else item.default
             if item.default_factory is not MISSING:
                 default = item.default_factory()
@@ -208,6 +208,6 @@ def _walk(cls: type, prefix: str, section_only_if: OnlyIf | None = None) -> Iter
                 role=metadata(annotation, Role),
                 bound=metadata(annotation, Bound),
                 aliases=names.names if names else (),
-                shipped=own.shipped if own else None,
+                shipped=imports.shipped if imports else None,
                 only_if=only_if,
             )

@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed whole."""
+"""Commands as child processes that can be killed with all their ranks."""
 
 import os
 import signal
@@ -44,12 +44,12 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 
 def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which `mlm` starts its own ranks, with this process's modules."""
-    kept = {
+    variables = {
         key: value
         for key, value in environ.items()
         if key not in LAUNCHER_VARIABLES and not key.startswith(("SLURM_", "TORCHELASTIC_"))
     }
-    return {**kept, "PYTHONPATH": import_path()}
+    return {**variables, "PYTHONPATH": import_path()}
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
@@ -58,14 +58,14 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def command_failure(process: "subprocess.Popen[bytes]", what: str, log: Path) -> UserError | None:
-    """Return the error of a command that failed: its last line, and its log; None if it succeeded."""
+def command_failure(process: "subprocess.Popen[bytes]", name: str, log: Path) -> UserError | None:
+    """Return the error of a failed command, with its last line and log; None if it succeeded."""
     code = process.returncode
     if not code:
         return None
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if line.startswith("mlm")] or [line for line in lines if line]
     last = errors[-1][:1000] if errors else "silent"
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    outcome = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     kind = UserError if code == UserError.exit_code else CheckFailedError
-    return kind(f"{what} {how}: {last} (its output: {log})")
+    return kind(f"{name} {outcome}: {last} (its output: {log})")

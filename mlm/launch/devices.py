@@ -1,4 +1,4 @@
-"""The GPUs of this host. Torch is asked, and imported, only where there may be one."""
+"""The GPUs of this host. Torch is imported only if there may be one."""
 
 import ctypes
 import re
@@ -31,14 +31,14 @@ def count_gpus() -> int:
 
 
 def first_gpu(device: str) -> Gpu | None:
-    """Return the GPU that dist.device means; None for the processor, or without a GPU."""
+    """Return the GPU that dist.device selects; None for the CPU, or without a GPU."""
     if device == "cpu" or not count_gpus():
         return None
     return Gpu(_cuda().get_device_name(), _cuda().get_device_capability())
 
 
 def _cuda() -> Any:
-    import torch  # late: takes as long as all else that a command does
+    import torch  # late: the import takes as long as the rest of a command
 
     return torch.cuda
 
@@ -48,7 +48,7 @@ def _may_have_gpus() -> bool:
     spec = find_spec("torch")
     if "torch" in sys.modules or spec is None or spec.origin is None:
         return True
-    # torch/version.py names what torch was built for: `cuda = '12.8'` or `hip = '6.2'`, else None
+    # torch/version.py has the build's `cuda = '12.8'` or `hip = '6.2'`, else None.
     source = Path(spec.origin).with_name("version.py").read_text()
     libraries = re.findall(r"^(cuda|hip)\b[^=]*= *['\"]", source, re.MULTILINE)
     if "cuda" not in libraries:

@@ -1,6 +1,6 @@
 """A rank's position from the variables of torchrun or SLURM, and the variables of a launched rank.
 
-Functions of an environment: nothing here reads or sets `os.environ`.
+Pure functions of an environment; none reads or sets `os.environ`.
 """
 
 import os
@@ -23,7 +23,7 @@ FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns p
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Position of a rank among all ranks and among its host's, and the address of the rendezvous."""
+    """Global and local rank, and the address of the rendezvous."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class RankPosition:
     variables: tuple[str, str] = field(default=("RANK", "WORLD_SIZE"), compare=False)
     """The variables of `rank` and `world_size`."""
     job: str = ""
-    """SLURM's job and step, so that no other job on the port is taken for it; empty without SLURM."""
+    """SLURM's job and step, which tell apart jobs on one port; empty without SLURM."""
 
 
 def by_torchrun(environ: Mapping[str, str]) -> bool:
@@ -66,7 +66,7 @@ def by_srun(environ: Mapping[str, str]) -> bool:
 def read_rank_position(environ: Mapping[str, str]) -> RankPosition | None:
     """Return this process's position; None if no launcher started it as a rank.
 
-    Raises UserError for a variable that is missing, no number or impossible.
+    Raises UserError for a missing or invalid variable.
     """
     if by_torchrun(environ):
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -78,7 +78,7 @@ def read_rank_position(environ: Mapping[str, str]) -> RankPosition | None:
             master_addr=_text(environ, "MASTER_ADDR"),
             master_port=_number(environ, "MASTER_PORT"),
         )
-        return _possible(position, "LOCAL_WORLD_SIZE")
+        return _check_position(position, "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
     tasks = _slurm_tasks_key(environ)
@@ -103,11 +103,11 @@ def read_rank_position(environ: Mapping[str, str]) -> RankPosition | None:
         variables=("SLURM_PROCID", tasks),
         job=f"{job}.{step}",
     )
-    return _possible(position, "SLURM_TASKS_PER_NODE")
+    return _check_position(position, "SLURM_TASKS_PER_NODE")
 
 
-def _possible(position: RankPosition, local_world_size: str) -> RankPosition:
-    """Return the position if it can be one; `local_world_size` names a variable. Raises UserError."""
+def _check_position(position: RankPosition, local_world_size: str) -> RankPosition:
+    """Return a valid position; `local_world_size` names its variable. Raises UserError."""
     rank, world_size = position.variables
     if position.rank >= position.world_size:
         raise UserError(
@@ -135,30 +135,30 @@ def position_variables(position: RankPosition) -> dict[str, str]:
 
 def first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list: `node[007-009,12],gpu3` begins with `node007`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    if first is None:
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if match is None:
         raise UserError(f"SLURM_JOB_NODELIST={nodelist!r} names no host: set MASTER_ADDR to the first one")
-    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first.group())
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", match.group())
 
 
-def num_threads(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
-    """Return the CPU threads of a rank: those set, OMP_NUM_THREADS, or an equal share of the host's cores."""
-    typed, is_torchruns = environ.get(THREADS, ""), by_torchrun(environ) and LAUNCHED not in environ
-    is_number = typed.isdecimal() and len(typed) < 5  # more are a mistake, which libraries ignore
-    # torchrun sets it to 1 in its ranks
-    return wanted or (is_number and not is_torchruns and int(typed)) or max(1, cores // local_ranks)
+def num_threads(threads: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
+    """Return the CPU threads of a rank: `threads`, OMP_NUM_THREADS, or an equal share of the host's cores."""
+    variable, is_torchruns = environ.get(THREADS, ""), by_torchrun(environ) and LAUNCHED not in environ
+    is_number = variable.isdecimal() and len(variable) < 5  # libraries ignore larger numbers
+    # Ignore torchrun's default of 1.
+    return threads or (is_number and not is_torchruns and int(variable)) or max(1, cores // local_ranks)
 
 
 def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:
     """Return the variables that a launched rank gets in addition to `base`, the command's environment.
 
-    OMP_NUM_THREADS is `threads` (`num_threads`); other variables that the user has set are kept.
+    Sets OMP_NUM_THREADS to `threads` (`num_threads`), and overrides no other variable of the user.
     """
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun: a failed collective ends its rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
-    kept = {key: value for key, value in variables.items() if key not in base}
-    return kept | {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
+    unset = {key: value for key, value in variables.items() if key not in base}
+    return unset | {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
 
 
 def import_path() -> str:

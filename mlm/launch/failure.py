@@ -20,11 +20,11 @@ from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import write_atomic
 
-REPORT_S = 1.0  # a failing rank stays so long for its peers to notice and report
+REPORT_S = 1.0  # seconds that a failing rank stays, so that its peers notice and report
 WATCH_POLL_S = 0.25
-GRACE_S = 2.0  # the transport's own error comes first if there is one
+GRACE_S = 2.0  # lets the transport's own error come first
 RECORDS, EXIT_CODE = "error-*.json", "exit-code"
-MAX_LINES = 8  # lost peers that are reported when there is no other cause
+MAX_LINES = 8  # lost peers reported if there is no other cause
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Failure:
     message: str
     is_user_error: bool
     lost_peer: bool
-    """True if it looks like the consequence of another rank's death."""
+    """True if another rank's death may have caused it."""
     traceback: str
     time: float
     """Seconds since the epoch."""
@@ -49,7 +49,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Printed form: a line for a user's mistake and a lost peer, else the traceback."""
+        """Printed form: one line for a user's mistake or a lost peer, else the traceback."""
         if self.is_user_error:
             return f"mlm: rank {self.rank}: " + "\n".join(map(escape_controls, self.message.split("\n")))
         if self.names_peer:
@@ -94,7 +94,7 @@ class FailureReporter:
 
     def report(self, error: BaseException) -> Failure:
         """Report the exception that ends this rank, and return its record: the caller ends the process."""
-        self._reported.acquire()  # for good: a second thread has nothing to add before the process ends
+        self._reported.acquire()  # never released: a second thread has nothing to add
         failure = describe(error, self._rank)
         self._publish(failure)
         return failure
@@ -105,8 +105,8 @@ class Watchdog:
 
     gloo raises at its timeout; NCCL leaves the host waiting in a later call. The watchdog polls, so that
     watching a communication costs nothing, reports an overdue one through `reporter` and ends the process
-    with exit code 1. When another rank has failed, it reports what this one waits for: a rank that reports
-    nothing is the suspect. `prepare` is called once in the thread.
+    with exit code 1. When another rank has failed, it reports the communication that this rank waits for; a
+    rank without a report is the suspect. `prepare` is called once in the thread.
     """
 
     def __init__(
@@ -142,17 +142,14 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
 
     One file per rank in `folder`, or in torch's default: pickles, which `torchfrtrace` reads.
     """
-    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(base):
-        variables["TORCH_FR_BUFFER_SIZE"] = "2000"
-    paths = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # since torch 2.9, and before
-    if folder is not None and not set(paths) & set(base):
-        variables |= dict.fromkeys(paths, str(folder / "nccl-rank-"))
+    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+    if folder is not None:
+        variables["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "nccl-rank-")
     return {key: value for key, value in variables.items() if key not in base}
 
 
 def save_failure(failure: Failure, folder: Path) -> None:
-    """Leave the record for the parent, as JSON. Raises OSError."""
+    """Write the record for the parent as JSON. Raises OSError."""
     write_atomic(folder / f"error-{failure.rank:05d}.json", json.dumps(asdict(failure)).encode())
 
 
@@ -161,13 +158,13 @@ def load_failures(folder: Path) -> list[Failure]:
 
 
 def note_exit_code(folder: Path, code: int) -> None:
-    """Leave the command's exit code for it: a rank that exits with it would seem to have failed."""
+    """Write the command's exit code for the parent: a rank that exits with it would seem to have failed."""
     with suppress(OSError):
         write_atomic(folder / EXIT_CODE, str(code).encode())
 
 
 def noted_exit_code(folder: Path) -> int:
-    """Return the exit code that a rank left; 0 if none did."""
+    """Return the exit code that a rank wrote; 0 without one."""
     try:
         return int((folder / EXIT_CODE).read_text())
     except (OSError, ValueError):
@@ -180,18 +177,18 @@ def report(
     *,
     world_size: int,
     logs: Path,
-    kept: str = "",
+    note: str = "",
 ) -> tuple[str, int]:
     """Return the report of a failed job, and the command's exit code.
 
-    The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
-    Within each, the first in time. `ends` are of the processes that were not ended by this one.
-    `kept`: words on what a run has left, for a command with a run folder.
+    Causes in order: a rank's exception; a process that ended without one; a lost peer. The first in time
+    counts. `ends`: processes that the command did not end itself.
+    `note`: words on the checkpoints of a run, for a command with a run folder.
     """
-    own = sorted((f for f in failures if not f.lost_peer), key=lambda f: f.time)
-    if own:
-        first = own[0]
-        is_same = sum(f.message == first.message for f in own) == world_size
+    causes = sorted((f for f in failures if not f.lost_peer), key=lambda f: f.time)
+    if causes:
+        first = causes[0]
+        is_same = sum(f.message == first.message for f in causes) == world_size
         return f"mlm: {first.message}" if first.is_user_error and is_same else first.text, first.exit_code
     recorded = {failure.rank for failure in failures}
     silent = sorted(
@@ -210,24 +207,24 @@ def report(
                 signal.SIGABRT: "; often a collective that timed out or an assertion in C++",
                 signal.SIGBUS: "; often a full /dev/shm or a file truncated while mapped",
             }.get(number, "")
-        lines = [f"mlm: rank {death.rank} (pid {death.pid}) {why}{hint}{kept}"]
+        lines = [f"mlm: rank {death.rank} (pid {death.pid}) {why}{hint}{note}"]
         lines += [failure.text for failure in lost[:1] if failure.names_peer]
         log = log_path(logs, death.rank)
         if last := log.read_text(errors="replace").splitlines()[-10:] if log.exists() else []:
             lines += ["its last lines:", *(f"  {line}" for line in last)]
         return "\n".join(lines), 1
     if lost and lost[0].names_peer:
-        unheard = sorted(set(range(world_size)) - recorded - {end.rank for end in ends})
-        if unheard:
-            folder = f", and in {logs}" if kept else ""  # others are removed with the folder of the launch
-            reason = f"{name_ranks(unheard)} waited for nobody: look there first{folder}"
+        unreported = sorted(set(range(world_size)) - recorded - {end.rank for end in ends})
+        if unreported:
+            folder = f", and in {logs}" if note else ""  # other logs are deleted with the launch
+            reason = f"{name_ranks(unreported)} waited for nobody: look there first{folder}"
         else:
             reason = "every rank was waiting, so they disagree about what comes next"
-        waits = [failure.text for failure in lost[1 : 1 + MAX_LINES] if not unheard]
-        return "\n".join([lost[0].text, *waits, f"mlm: {reason}{kept}"]), 1
+        waits = [failure.text for failure in lost[1 : 1 + MAX_LINES] if not unreported]
+        return "\n".join([lost[0].text, *waits, f"mlm: {reason}{note}"]), 1
     if lost:
         return lost[0].text, lost[0].exit_code
-    return f"mlm: a rank failed without leaving a trace{kept}", 1
+    return f"mlm: a rank failed without leaving a trace{note}", 1
 
 
 def log_path(logs: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""Process groups of a program that is not a command: a script under torchrun or SLURM, a notebook."""
+"""Process groups for programs that call the library: a script under torchrun or SLURM, a notebook."""
 
 import atexit
 import os
@@ -28,7 +28,7 @@ def build_mesh(
     """Make the process groups of a layout. Collective over all ranks.
 
     Under torchrun or SLURM it joins the other ranks, unless `torch.distributed` is initialised already. The
-    groups are destroyed as the program ends well. A process that nothing started as a rank is alone.
+    groups are destroyed when the program ends without an error. Without a launcher there is one rank.
 
     Args:
         tp: Tensor-parallel size.
@@ -56,19 +56,19 @@ def build_mesh(
             if ranks > 1
             else plain,
         )
-    own = _rank_device(device, position)
+    local_device = _rank_device(device, position)
     if position.world_size == 1:
-        return ParallelContext(device=own)
+        return ParallelContext(device=local_device)
     if not distributed.is_initialized():
         os.environ.update(position_variables(position))  # SLURM sets others
-        init_world(position, rendezvous_store(position, timeout_s), own, max(START_S, timeout_s))
+        init_world(position, rendezvous_store(position, timeout_s), local_device, max(START_S, timeout_s))
         atexit.register(_destroy_groups)
     dp = position.world_size // ranks
-    return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
+    return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=local_device, timeout_s=timeout_s)
 
 
 def _destroy_groups() -> None:
-    """Join gloo's threads: one that outlives the program aborts it. After an exception that could hang."""
+    """Join gloo's threads, which would abort the exiting program; after an exception that could hang."""
     if distributed.is_initialized() and not hasattr(sys, "last_value"):
         distributed.destroy_process_group()
 
@@ -82,11 +82,11 @@ def _rank_device(device: str | torch.device, position: RankPosition) -> torch.de
         raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(devices)}")])
     if name == "auto" and distributed.is_initialized():
         name = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    own = rank_device(DistConfig(device=name), position)  # type: ignore[arg-type]
-    if name == "cuda" and index not in (None, own.index):
+    local_device = rank_device(DistConfig(device=name), position)  # type: ignore[arg-type]
+    if name == "cuda" and index not in (None, local_device.index):
         fix = "use device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
-        raise ConfigError([Problem.at("device", str(device), f"this rank's is {own}", fix)])
-    return own
+        raise ConfigError([Problem.at("device", str(device), f"this rank's is {local_device}", fix)])
+    return local_device
 
 
 def _rank_position() -> RankPosition:

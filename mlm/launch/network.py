@@ -2,28 +2,27 @@
 
 import ipaddress
 import socket
-import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from mlm.launch.environment import RankPosition
 from mlm.util.errors import UserError
+from mlm.util.system import poll
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 RESOLVE_S = 15.0
-"""Seconds that the name of another host gets: a cluster may register it after the job has started."""
-RESOLVE_POLL_S = 0.5
-POLL_S, LONGEST_POLL_S = 0.02, 0.25
+"""Seconds to resolve another host's name: a cluster may register it after the job has started."""
 
 
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
-    here = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for name in filter(None, environ.get(INTERFACE, "").split(",")):
-        if name not in here:
+        if name not in interfaces:
             raise UserError(
                 f"{INTERFACE}={environ[INTERFACE]}: host {socket.gethostname()} has no network interface "
-                f"{name}; use one of {', '.join(here)}"
+                f"{name}; use one of {', '.join(interfaces)}"
             )
 
 
@@ -34,60 +33,52 @@ def check_addresses(position: RankPosition, environ: Mapping[str, str], *, wait_
     to loopback, where ranks of other hosts wait for it until they time out.
     """
     check_interface(environ)
-    own = socket.gethostname()
+    host = socket.gethostname()
     master = position.master_addr
     setting = f"SLURM_JOB_NODELIST={position.nodes}" if position.nodes else f"MASTER_ADDR={master}"
 
-    addresses = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
+    addresses = _addresses(master, 0.0 if master in (host, socket.getfqdn()) else wait_s)
     if not addresses:
         name = f"its first host, {master}" if position.nodes else "this name"
         raise UserError(
-            f"{setting}: host {own} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
+            f"{setting}: host {host} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
             "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
         )
     one_host = position.local_world_size == position.world_size or all(map(_is_loopback, addresses))
     if one_host or environ.get(INTERFACE):
         return
-    own_addresses = _addresses(own, 0.0)
-    if all(map(_is_loopback, own_addresses)):
-        what = f"resolves to {own_addresses[0]} only" if own_addresses else "does not resolve"
+    addresses_here = _addresses(host, 0.0)
+    if all(map(_is_loopback, addresses_here)):
+        problem = f"resolves to {addresses_here[0]} only" if addresses_here else "does not resolve"
         names = [name for _, name in socket.if_nameindex() if name != "lo"]
         raise UserError(
-            f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "
-            f"{INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
+            f"the name of this host, {host}, {problem}: ranks of other hosts cannot connect to it over gloo; "
+            f"set {INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
             "with its address to /etc/hosts or DNS"
         )
 
 
 def _addresses(name: str, wait_s: float) -> list[str]:
     """Return the IP addresses of a name, trying for `wait_s`; empty if it has none."""
-    end = time.monotonic() + wait_s
-    while True:
-        try:
+    for _ in poll(wait_s):
+        with suppress(socket.gaierror, UnicodeError):
             return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        except (socket.gaierror, UnicodeError):
-            if time.monotonic() >= end:
-                return []
-        time.sleep(RESOLVE_POLL_S)
+    return []
 
 
 def no_connection(address: str, port: int, timeout_s: float) -> str:
-    """Return why nothing accepts a connection at a port within `timeout_s`; empty once something does.
+    """Return why nothing accepts a connection at a port within `timeout_s`; "" once something does.
 
-    Torch's client, which must not be the first to try, outlives its timeout and prints C++ stacks.
+    Call it before torch's client, which outlives its timeout and prints C++ stacks.
     """
-    end, pause = time.monotonic() + timeout_s, POLL_S
-    while True:
-        left = end - time.monotonic()
+    reason = ""
+    for remaining in poll(timeout_s):
         try:
-            socket.create_connection((address, port), timeout=max(0.1, min(5.0, left))).close()
+            socket.create_connection((address, port), timeout=max(0.1, min(5.0, remaining))).close()
             return ""
         except OSError as error:
             reason = error.strerror or "no answer"
-        if time.monotonic() + pause >= end:
-            return reason
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_POLL_S)
+    return reason
 
 
 def _is_loopback(address: str) -> bool:

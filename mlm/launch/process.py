@@ -42,10 +42,10 @@ ALONE = RankPosition(
 
 
 def run_joined(target: str, config: Any, *, position: RankPosition, out: Path | None) -> int:
-    """Run the job as one of the ranks that torchrun or SLURM started; 0 after its end or a save.
+    """Run the job as a rank that torchrun or SLURM started; return 0 after its end or a save.
 
-    Launchers end all ranks when one fails, so a rank that saved must not seem to. After an exception it
-    reports, unless another rank has reported the same, and ends the process at once.
+    Launchers end all ranks when one fails, so a rank that saved must return 0. An exception is reported,
+    unless another rank has reported the same, and ends the process at once.
     """
     os.environ.update(position_variables(position) | flight_recorder(os.environ, out))
     store: Store | None = None
@@ -95,9 +95,9 @@ def run_rank(
 ) -> int:
     """Set up this process as a rank, run `target`, and return the exit code of the job's command.
 
-    One rank alone needs no `store` and makes no group: it works without a network. After an exception the
-    groups stay, as destroying them could hang. With `reporter`, a watchdog ends a process whose communication
-    hangs. Raises LostPeer if gloo reports one.
+    A single rank needs no `store`, group or network. Groups are not destroyed after an exception, where that
+    could hang. With `reporter`, a watchdog ends a process whose communication hangs. Raises LostPeer if gloo
+    reports one.
     """
     dist = config.dist
     threads = dist.threads_per_rank or position.cores
@@ -169,15 +169,15 @@ def rank_device(dist: DistConfig, position: RankPosition) -> torch.device:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a GPU this thread's current one: a new thread's is the first, whose memory a query would take."""
+    """Make a GPU current in this thread; else a query would allocate memory on the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _must_report(failure: Failure, store: Store | None, position: RankPosition) -> bool:
-    """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
+    """True for the first rank with a message, and for the first MAX_LINES lost peers without another cause.
 
-    One of those alone could mislead, as it may wait for a rank that waits itself.
+    A single lost peer could mislead: the rank that it waits for may wait too.
     """
     if store is None:
         return not failure.lost_peer or position.local_rank == 0  # rank 0 did not answer: a line per host
@@ -204,13 +204,13 @@ def _must_report(failure: Failure, store: Store | None, position: RankPosition) 
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drop what any code writes to stderr, C++ included."""
+    """Discard stderr, C++ output included."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

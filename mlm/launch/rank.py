@@ -1,7 +1,7 @@
 """Entry point of a launched rank: `python -P -m mlm.launch.rank JOB.json`.
 
-Up to `run_launched` it needs the standard library only, so that the log is open and the process dies with its
-parent before torch is imported, which takes seconds and may print.
+Up to `run_launched` it imports the standard library alone: the log is open, and the process dies with its
+parent, before the import of torch, which takes seconds and may print.
 """
 
 import json
@@ -34,17 +34,17 @@ def main() -> None:
     die_with_parent(job["parent"])
     warn_once(job["warned"])
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        keep_noting(SIGNAL_NAMES)  # threads of torch that begin while none is blocked would die of them
+        keep_noting(SIGNAL_NAMES)  # else a signal to a new thread of torch would kill the process
     if rank:  # rank 0 keeps the terminal
         descriptor = os.open(log_path(Path(job["logs"]), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)  # of this process, C++ included
+        os.dup2(descriptor, 1)  # C++ output too
         os.dup2(descriptor, 2)
         os.close(descriptor)
-        if sys.stdout is not None:  # as it is where the command began without one
+        if sys.stdout is not None:  # None if the command started without one
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))
     try:
-        with writable_streams() as output:  # the command's own guard ends with its process
+        with writable_streams() as output:
             code = int(resolve("mlm.launch.process:run_launched")(job, reporter))  # imports torch
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
@@ -55,7 +55,7 @@ def main() -> None:
     except Exception as error:
         failure = reporter.report(error)
         end = time.monotonic() + REPORT_S
-        # a user's mistake is often the same on all ranks: let each report it before the agent ends them
+        # A user's mistake is often the same on all ranks: let each report it before the parent ends them.
         while failure.is_user_error and len(load_failures(folder)) < world_size and time.monotonic() < end:
             time.sleep(0.02)
         exit_now(failure.exit_code)
@@ -64,7 +64,7 @@ def main() -> None:
 def publish(folder: Path, failure: Failure) -> None:
     try:
         save_failure(failure, folder)
-    except OSError:  # no space, or the parent is gone: better twice than lost
+    except OSError:  # no space, or no parent: print it here
         print(failure.text, file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: a store that all of them reach, and the names of those that do not come.
+"""The rendezvous of ranks: a store that all of them reach, and the names of missing ranks.
 
 Addresses are checked first, before torch and gloo retry for minutes or hang.
 """
@@ -6,7 +6,6 @@ Addresses are checked first, before torch and gloo retry for minutes or hang.
 import os
 import socket
 import sys
-import time
 import uuid
 from collections import Counter
 from concurrent.futures import Future
@@ -18,17 +17,18 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from mlm.launch.environment import LISTENER, RankPosition
-from mlm.launch.network import LONGEST_POLL_S, POLL_S, check_addresses, no_connection
+from mlm.launch.network import check_addresses, no_connection
 from mlm.launch.stop import LAUNCHED
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 from mlm.util.errors import UserError
+from mlm.util.system import POLL_S, poll
 
-START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
+START_S = 120.0  # least timeout: ranks import torch and read the disk at different speeds
 GRACE_S = 10.0
-"""Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
-ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
+"""Seconds that other ranks wait longer than rank 0, to receive its list of missing ranks."""
+ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun, which restarts ranks on the same store
 ANNOUNCE_S = 5.0
-"""Seconds after which a rank says whom it waits for."""
+"""Seconds after which a rank prints the ranks that it waits for."""
 NO_STORE = "what accepts connections there is no rank 0, or hangs"
 
 
@@ -42,7 +42,7 @@ class MissingRanksError(UserError):
 
 
 def rendezvous_store(position: RankPosition, timeout_s: float) -> Store:
-    """Return a store of the ranks of this attempt, once all have come. Collective.
+    """Return a store of the ranks of this attempt, once all have joined. Collective.
 
     Raises UserError if the port is taken or an address cannot be used, MissingRanksError if not all ranks
     come in time, LostPeer if rank 0 cannot be reached.
@@ -96,7 +96,7 @@ def _unreachable(position: RankPosition, start_s: float, reason: str) -> LostPee
 def _open_in_thread(position: RankPosition, timeout_s: float) -> Store:
     """Connect to the store, which rank 0 serves unless torchrun does; wait for no other rank.
 
-    In a thread: torch waits for good for a program that accepts and never answers.
+    In a thread: torch waits forever for a program that accepts and never answers.
     """
     opened: Future[Store] = Future()
 
@@ -131,24 +131,23 @@ def _open_in_thread(position: RankPosition, timeout_s: float) -> Store:
 def call_roll(
     store: Store, position: RankPosition, timeout_s: float, awaited: list[int] | None = None
 ) -> Store:
-    """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
+    """Return the part of `store` for this attempt of a job, once all ranks have joined. Collective.
 
-    torchrun restarts all ranks when one fails, and its store lives on: keys of dead ranks would be taken for
-    keys of the living. A count of restarts does not identify an attempt, because each agent counts
-    separately. So rank 0 names the attempt; each other rank leaves a new token and waits for the answer to
-    it, which only a living rank 0 gives. Ranks that are here are removed from `awaited`. Raises
-    MissingRanksError if a rank is missing after `timeout_s`.
+    torchrun restarts all ranks when one fails and keeps its store, with the keys of dead ranks. Restart
+    counts do not identify an attempt, as each agent counts separately. So rank 0 names the attempt; each
+    other rank writes a new token and waits for rank 0's answer to it. Ranks that join are removed from
+    `awaited`. Raises MissingRanksError if a rank is missing after `timeout_s`.
     """
     rank, world_size = position.rank, position.world_size
     if world_size == 1:
         return store
     if rank == 0:
         absent = list(range(1, world_size)) if awaited is None else awaited
-        attempt = _admit_ranks(store, absent, time.monotonic() + timeout_s)
+        attempt = _admit_ranks(store, absent, timeout_s)
         problem = ""
         if absent:
-            here = [rank for rank in range(1, world_size) if rank not in absent]
-            names = [socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)]
+            present = [rank for rank in range(1, world_size) if rank not in absent]
+            names = [socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in present)]
             hosts = [f"{host} ({count})" for host, count in Counter(names).items()]
             more = f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
             problem = f"{_absence_line(absent, position, timeout_s)} (came: {', '.join(hosts[:4])}{more})"
@@ -158,26 +157,26 @@ def call_roll(
         return PrefixStore(attempt, store)
     token = uuid.uuid4().hex
     store.set(f"mlm/token/{rank}", token)
-    joined, missing = _wait_for_key(store, f"mlm/attempt/{token}", timeout_s), None
-    if joined is not None:
-        store.set(f"{joined}/{rank}", socket.gethostname())
-        missing = _wait_for_key(store, f"{joined}/missing", timeout_s)
-    if joined is None or missing is None:
-        first = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
-        raise MissingRanksError(_absence_line([0], position, timeout_s), is_reported=first != rank)
+    prefix, missing = _wait_for_key(store, f"mlm/attempt/{token}", timeout_s), None
+    if prefix is not None:
+        store.set(f"{prefix}/{rank}", socket.gethostname())
+        missing = _wait_for_key(store, f"{prefix}/missing", timeout_s)
+    if prefix is None or missing is None:
+        reporter = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
+        raise MissingRanksError(_absence_line([0], position, timeout_s), is_reported=reporter != rank)
     if missing:
         raise MissingRanksError(missing, is_reported=True)
-    return PrefixStore(joined, store)
+    return PrefixStore(prefix, store)
 
 
-def _admit_ranks(store: Store, absent: list[int], end: float) -> str:
-    """Answer every token, also one that replaces a dead rank's, until all ranks are here or it is `end`.
+def _admit_ranks(store: Store, absent: list[int], timeout_s: float) -> str:
+    """Answer every token, also of restarted ranks, until all ranks have joined or `timeout_s` has passed.
 
     Return the attempt's name.
     """
     attempt = f"mlm-{uuid.uuid4().hex}"
     answered: dict[int, bytes] = {}
-    while True:
+    for _ in poll(timeout_s, longest_s=POLL_S):
         for rank in absent:
             if not store.check([f"mlm/token/{rank}"]):
                 continue
@@ -186,20 +185,17 @@ def _admit_ranks(store: Store, absent: list[int], end: float) -> str:
                 store.set(f"mlm/attempt/{token.decode()}", attempt)
                 answered[rank] = token
         absent[:] = [rank for rank in absent if not store.check([f"{attempt}/{rank}"])]
-        if not absent or time.monotonic() > end:
-            return attempt
-        time.sleep(POLL_S)
+        if not absent:
+            break
+    return attempt
 
 
 def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
-    """Return what rank 0 wrote under a key; None if it has not after `timeout_s` and some seconds."""
-    end, pause = time.monotonic() + timeout_s + GRACE_S, POLL_S
-    while not store.check([key]):  # a wait inside the store would keep Python from noting signals
-        if time.monotonic() > end:
-            return None
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_POLL_S)
-    return store.get(key).decode()
+    """Return rank 0's value of a key; None without one after `timeout_s` and GRACE_S."""
+    for _ in poll(timeout_s + GRACE_S):  # a wait inside the store would block Python's signal handlers
+        if store.check([key]):
+            return store.get(key).decode()
+    return None
 
 
 def _absence_line(absent: list[int], position: RankPosition, timeout_s: float) -> str:

@@ -1,10 +1,9 @@
 """Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM.
 
-Ranks on this host start each in its own session: Ctrl-C reaches this process only, and `Relay` passes the
-request on; what stops a service or a batch job signals every process, and counts once. Ranks that save start
-with these signals blocked (the mask is inherited) and unblock them inside `StopRequest`: no request is lost,
-and none kills a rank before that. The command itself ends ranks by SIGKILL. This process imports no torch,
-which takes as long as all else before the ranks start: they do, mlm/launch/process.py with them.
+Each rank on this host starts in a new session: Ctrl-C reaches this process only, and `Relay` passes it on. A
+batch system signals every process; the request counts once. Ranks that save inherit a mask that blocks these
+signals, and unblock them inside `StopRequest`: no request is lost, and none kills a rank earlier. The command
+ends ranks by SIGKILL. This process imports no torch, which would double the time until the ranks start.
 """
 
 import errno
@@ -87,13 +86,13 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
             return launch_ranks(target, config, out=out, world_size=world_size)
         return int(resolve(f"{RANK}:run_rank")(target, config))
     except KeyboardInterrupt as error:
-        if is_noting() and not isinstance(error, Stopped):  # which has said it
-            print(f"mlm: Ctrl-C: stopped at once{what_is_kept(out)}", file=sys.stderr)
+        if is_noting() and not isinstance(error, Stopped):  # Stopped has printed its line
+            print(f"mlm: Ctrl-C: stopped at once{checkpoint_note(out)}", file=sys.stderr)
         return interrupt_exit_code(error)
 
 
 def choose_world_size(parallel: ParallelConfig, launch: Launch) -> int:
-    """Return the number of ranks of a checked layout, where dp=null takes what is available."""
+    """Return the ranks of a checked layout; dp=null takes all available ones."""
     return launch.world_size or parallel.replica * num_replicas(parallel.replica, parallel.dp, launch)
 
 
@@ -109,12 +108,12 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
     listener = listen(dist.master_port)
     remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
     with listener, held_folder(Path(tempfile.mkdtemp(prefix=PREFIX))) as folder:
-        kept = folder if out is None else out
-        logs = (kept / "logs").resolve()
+        root = folder if out is None else out
+        logs = (root / "logs").resolve()
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"out={kept}: cannot make {logs}: {error.strerror}; choose another out") from None
+            raise UserError(f"out={root}: cannot make {logs}: {error.strerror}; choose another out") from None
         job, kind = folder / "job.json", type(config)
         content = {
             "target": target,
@@ -133,26 +132,26 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
         saves = is_noting()
-        relay, held = Relay(saves=saves), SIGNAL_NAMES if saves else (signal.SIGINT,)
+        relay, blocked = Relay(saves=saves), SIGNAL_NAMES if saves else (signal.SIGINT,)
         with relay.receiving():
-            ranks = _start_ranks(job, world_size, listener, variables, held=held)
+            ranks = _start_ranks(job, world_size, listener, variables, blocked=blocked)
             ends = _watch_ranks(ranks, relay, folder)
         codes = [end.exit_code for end in ends]
         stopped = relay.killed or next((n for n in SIGNAL_NAMES if 128 + n in codes or -n in codes), None)
         if stopped:
             word = SIGNAL_NAMES.get(stopped, stopped.name)
-            print(f"mlm: {word}: stopped at once{what_is_kept(out)}", file=sys.stderr)
+            print(f"mlm: {word}: stopped at once{checkpoint_note(out)}", file=sys.stderr)
             return signal_exit_code(stopped) if saves and not relay.killed else 128 + stopped
         if not any(codes):
             return noted_exit_code(folder)
         failures = load_failures(folder)
-        text, code = report(failures, ends, world_size=world_size, logs=logs, kept=what_is_kept(out))
+        text, code = report(failures, ends, world_size=world_size, logs=logs, note=checkpoint_note(out))
         print(text, file=sys.stderr, flush=True)
         return code
 
 
-def what_is_kept(out: Path | None) -> str:
-    """Words on what a run that ended early has left; none for a command without a run folder."""
+def checkpoint_note(out: Path | None) -> str:
+    """Clause on the checkpoints of a run that ended early; "" for a command without a run folder."""
     if out is None:
         return ""
     is_saved = any(any(out.glob(pattern)) for pattern in SAVED)
@@ -168,21 +167,21 @@ def _start_ranks(
     listener: socket.socket,
     variables: Mapping[str, str],
     *,
-    held: Iterable[signal.Signals],
+    blocked: Iterable[signal.Signals],
 ) -> Ranks:
-    """Start the ranks with the signals `held` blocked.
+    """Start the ranks with these signals blocked.
 
-    Rank 0 serves the rendezvous on `listener`; connections wait there until it does.
+    Rank 0 serves the rendezvous on `listener`, where connections wait until then.
     """
     port, ranks = listener.getsockname()[1], Ranks()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         for rank in range(world_size):
             position = RankPosition(rank, world_size, rank, world_size, LOOPBACK, port)
-            served = {} if rank else {LISTENER: str(listener.fileno())}
+            listening = {} if rank else {LISTENER: str(listener.fileno())}
             ranks[rank] = subprocess.Popen(  # rank 0 keeps the terminal, others redirect themselves
                 [sys.executable, "-P", "-m", "mlm.launch.rank", str(job)],
-                env={**os.environ, **variables, **position_variables(position), **served},
+                env={**os.environ, **variables, **position_variables(position), **listening},
                 pass_fds=() if rank else (listener.fileno(),),
                 start_new_session=True,
             )
@@ -190,30 +189,30 @@ def _start_ranks(
         _close_ranks(ranks.values())
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     listener.close()  # else peers of a dead rank 0 could connect to nobody
     return ranks
 
 
 def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
-    """End the ranks that run, with what they started, and collect them.
+    """Kill running ranks with their children, and collect them.
 
-    One that SIGKILL does not end waits inside the kernel for a device: it is left.
+    A rank that survives SIGKILL waits inside the kernel for a device, and is abandoned.
     """
-    left = [process for process in ranks if process.poll() is None]
-    for process in left:
+    alive = [process for process in ranks if process.poll() is None]
+    for process in alive:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    end = time.monotonic() + CLOSE_S
-    for process in left:
+    deadline = time.monotonic() + CLOSE_S
+    for process in alive:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
-    """Relay requests to stop until all ranks have ended; once one has failed, end the others.
+    """Relay stop requests until all ranks have ended; after a failure, kill the others.
 
-    Return how ranks ended that were not ended here.
+    Return the ends of ranks that this process did not kill.
     """
     pids = {rank: process.pid for rank, process in ranks.items()}
     limit = math.inf
@@ -229,7 +228,7 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
                 limit = min(limit, time.monotonic() + REPORT_S)
                 failures = load_failures(folder)
                 reported = {failure.rank for failure in failures} | {end.rank for end in ends}
-                # a failure has a cause of its own, or all reported or ended: a silent rank is suspected
+                # Wait for a failure that is no lost peer, or for a report or end of every rank.
                 is_explained = not all(failure.lost_peer for failure in failures) or reported >= set(pids)
                 is_over = is_explained or time.monotonic() >= limit
             else:

@@ -1,9 +1,8 @@
-"""Stopping on request: finish the step, save, leave. A second Ctrl-C stops at once.
+"""Stopping on request: finish the step, save, exit. A second Ctrl-C stops at once.
 
-A request may come before there is a step to finish: importing torch, the rendezvous and loading a checkpoint
-take seconds to minutes. `note_stop_requests` keeps it until a `StopRequest` obeys it. `Relay` passes it on
-from the command to the ranks that it started. This module needs the standard library only, so that signals
-are noted before anything else is imported.
+A request may come before the first step: importing torch, the rendezvous and loading a checkpoint take
+seconds to minutes. `note_stop_requests` keeps it for a `StopRequest`. `Relay` passes it on from the command
+to its ranks. Standard library only, so that signals are noted before any other import.
 """
 
 import os
@@ -31,13 +30,12 @@ SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
 ECHO_S = 0.5
-"""A Ctrl-C so soon after another is the same one: `timeout -s INT`, and wrappers that pass it on, signal a
-process and then its group, on a busy host tenths of a second apart. Nobody reads the answer to a first Ctrl-C
-in that time and types a second."""
+"""Seconds within which a second Ctrl-C counts as the first: `timeout -s INT` and wrappers signal a process
+and then its group, on a busy host tenths of a second apart."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the command at once: there was nothing to save, or all is saved."""
+    """A signal ended the command at once, with nothing left to save."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(SIGNAL_NAMES[number])
@@ -45,11 +43,11 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass
-class _Received:
+class _SignalState:
     is_noting: bool = False
     is_taken: bool = False
     noted: signal.Signals | None = None
-    """Request that nothing has obeyed yet."""
+    """Pending request."""
     interrupted_at: float = -ECHO_S
     """Monotonic time of the newest Ctrl-C that counts."""
 
@@ -63,12 +61,12 @@ def interrupt_exit_code(error: KeyboardInterrupt) -> int:
     return signal_exit_code(error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
-_received = _Received()  # what a process does with signals belongs to the process
+_state = _SignalState()  # signal handlers are global to a process
 
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
+    """Handle signals while inside, except a hang-up that nohup ignores; then restore the handlers.
 
     A Ctrl-C that echoes one before is dropped. Does nothing outside the main thread, where Python allows no
     handlers.
@@ -77,26 +75,26 @@ def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             now = time.monotonic()
-            if now - _received.interrupted_at < ECHO_S:
+            if now - _state.interrupted_at < ECHO_S:
                 return
-            _received.interrupted_at = now
+            _state.interrupted_at = now
         handler(number, frame)
 
-    before = dict[signal.Signals, Any]()
+    handlers = dict[signal.Signals, Any]()
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, handle)
+                handlers[number] = signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in handlers.items():
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Let Ctrl-C wait while inside: libraries that clean up replace it by another error."""
+    """Delay Ctrl-C while inside: libraries turn it into another error."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -109,17 +107,16 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
     A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
-    time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
-    With `ends_process` this holds afterwards too: a repeated one would kill the process on its way out, and
-    its job would seem to have failed.
+    time limit several times. After training only Ctrl-C has an effect. With `ends_process` this holds until
+    the process ends: a repeated signal would kill it, and its job would seem to have failed.
     """
-    _received.is_noting = threading.current_thread() is threading.main_thread()
-    _received.is_taken, _received.noted, _received.interrupted_at = False, None, -ECHO_S
+    _state.is_noting = threading.current_thread() is threading.main_thread()
+    _state.is_taken, _state.noted, _state.interrupted_at = False, None, -ECHO_S
     try:
         with handling(SIGNAL_NAMES, _note):
             yield
     finally:
-        _received.is_noting, _received.is_taken = False, True
+        _state.is_noting, _state.is_taken = False, True
         if ends_process:
             keep_noting([signal.SIGINT])
             ignore(number for number in SIGNAL_NAMES if number is not signal.SIGINT)
@@ -127,9 +124,9 @@ def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
 
 @contextmanager
 def note_interrupted_imports(interrupted: threading.Event) -> Iterator[None]:
-    """Set the event at a Ctrl-C during an import; not where it is ignored (`&`).
+    """Set the event at a Ctrl-C during an import, whose module may catch KeyboardInterrupt.
 
-    KeyboardInterrupt is raised as ever, but a module may catch it.
+    An ignored Ctrl-C (`&`) stays ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -145,90 +142,92 @@ def note_interrupted_imports(interrupted: threading.Event) -> Iterator[None]:
 
 
 def ignore(numbers: Iterable[signal.Signals]) -> None:
-    """Ignore these signals to the end of this process: Python drops handlers of its own before."""
+    """Ignore these signals until this process ends, where Python has dropped its handlers."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_noting(numbers: Iterable[signal.Signals]) -> None:
-    """Handle these signals to the end of this process, but for those that are ignored."""
+    """Note these signals until this process ends, except ignored ones."""
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _note)
 
 
 def unblock_stop_signals() -> None:
-    """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
+    """Unblock the stop signals that `mlm.__main__` or a batch script has blocked."""
     if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
 
 
 @contextmanager
 def stopping_at_once(text: str, *, requeues: bool = True) -> Iterator[None]:
-    """Raise Stopped at the first signal while inside, also at one noted before: nothing is left to save.
+    """Raise Stopped at the first signal while inside, or at one noted before: there is nothing to save.
 
-    `text` says so to the user. Without `requeues`, SIGUSR1 stays noted.
+    `text` is printed. Without `requeues`, SIGUSR1 stays noted.
     """
 
     def stop(number: int, frame: FrameType | None = None) -> None:
         stopped = Stopped(signal.Signals(number))
-        if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":  # else the launcher does
+        if (
+            LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
+        ):  # else the launcher prints it
             _say(f"mlm: {stopped}: {text}")
         raise stopped
 
-    heard = [n for n in SIGNAL_NAMES if requeues or n is not SAVED_FOR_REQUEUE]
+    numbers = [n for n in SIGNAL_NAMES if requeues or n is not SAVED_FOR_REQUEUE]
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            stack.enter_context(handling(heard, stop))
-            if _received.noted in heard:
-                stop(_received.noted)
-            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            stack.enter_context(handling(numbers, stop))
+            if _state.noted in numbers:
+                stop(_state.noted)
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         yield
 
 
 @contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Raise SystemExit at the first SIGTERM or SIGHUP while inside: what is unfinished is then deleted.
+    """Raise SystemExit at the first SIGTERM or SIGHUP while inside, so that unfinished files are deleted.
 
-    Later ones change nothing until the process has ended. Those that are ignored (nohup) stay so.
+    Later signals change nothing until the process ends. Ignored ones (nohup) stay ignored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        ignore(taken)
+        ignore(handled)
         _say(f"mlm: {SIGNAL_NAMES[signal.Signals(number)]}: stopped")
         raise SystemExit(signal_exit_code(number))
 
     is_main, numbers = threading.current_thread() is threading.main_thread(), (signal.SIGTERM, signal.SIGHUP)
-    taken = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
-    for number in taken:
+    handled = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in taken:
+        for number in handled:
             if signal.getsignal(number) is stop:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def take_noted() -> signal.Signals | None:
-    """Return the request noted so far, and stop noting."""
-    _received.is_taken = True
-    noted, _received.noted = _received.noted, None
+def take_request() -> signal.Signals | None:
+    """Return the noted request, and stop noting."""
+    _state.is_taken = True
+    noted, _state.noted = _state.noted, None
     return noted
 
 
 def is_noting() -> bool:
-    """True in a command that obeys noted requests: one that trains."""
-    return _received.is_noting
+    """True in a training command, which obeys noted requests."""
+    return _state.is_noting
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if LAUNCHED in os.environ:  # the command tells the user
-        _received.noted = _received.noted or signal.Signals(number)
-    elif not _received.is_taken and _received.noted is None:
-        _received.noted = signal.Signals(number)
-        word = SIGNAL_NAMES[_received.noted]
+    if LAUNCHED in os.environ:  # the command prints the line
+        _state.noted = _state.noted or signal.Signals(number)
+    elif not _state.is_taken and _state.noted is None:
+        _state.noted = signal.Signals(number)
+        word = SIGNAL_NAMES[_state.noted]
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -236,7 +235,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _say(text: str) -> None:
     """Write a line to stderr: print is not safe inside a signal handler."""
-    with suppress(OSError):  # its reader may be gone
+    with suppress(OSError):  # closed pipe
         os.write(2, f"{text}\n".encode())
 
 
@@ -255,9 +254,9 @@ class StopRequest:
     def __init__(self, *, announce: bool = False) -> None:
         self._announce = announce
         self.last_step: Callable[[], str] = lambda: "the step"
-        """Words for the step after which a stop requested now takes effect. Called in signal handlers."""
+        """Name of the step after which a stop requested now takes effect. Called in signal handlers."""
         self.number: signal.Signals | None = None
-        """The signal that requested a stop, of this rank or of one that it agreed with."""
+        """The signal that requested a stop, on this or another rank."""
         self._interrupts = 0
         self._restore = ExitStack()
 
@@ -281,7 +280,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._restore.enter_context(handling(SIGNAL_NAMES, self._handle))
-            if noted := take_noted():
+            if noted := take_request():
                 self._handle(noted, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
             mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
@@ -301,16 +300,16 @@ class StopRequest:
 
 
 class Relay:
-    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if they save nothing.
+    """Passes a stop request on to the ranks; kills them on a second Ctrl-C, or if they save nothing.
 
-    With `saves` the request waits in ranks that do not listen yet: they start with it blocked.
+    With `saves` the request stays pending in ranks without handlers yet: they start with it blocked.
     """
 
     def __init__(self, *, saves: bool = False) -> None:
         self.killed: signal.Signals | None = None
         """The signal for which ranks were killed."""
         self._saves, self._is_passed = saves, False
-        noted = take_noted()
+        noted = take_request()
         self._received = [] if noted is None else [noted]
 
     @contextmanager
@@ -321,7 +320,7 @@ class Relay:
             yield
 
     def act(self, pids: Mapping[int, int]) -> None:
-        """Obey the signals noted since the last call; `pids` are of children that are not collected yet."""
+        """Pass on the signals noted since the last call; `pids`: uncollected children by rank."""
         received = self._received
         is_urgent = signal.SIGQUIT in received or received.count(signal.SIGINT) > 1
         if self.killed or not received or (self._is_passed and not is_urgent):
@@ -332,6 +331,6 @@ class Relay:
         for pid in pids.values():
             with suppress(ProcessLookupError):
                 if self.killed:
-                    os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
+                    os.killpg(pid, signal.SIGKILL)  # each rank leads a session
                 else:
                     os.kill(pid, received[0])

@@ -3,7 +3,7 @@
 import shlex
 
 from mlm.config.tree import HOISTED, leaves
-from mlm.launch.typed import typed_settings
+from mlm.launch.command_line import typed_settings
 from mlm.models.shape import architecture_of, count_active_parameters, count_parameters
 from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanCompareConfig, PlanLayoutsConfig, PlanMemoryConfig, SearchedLayoutConfig

@@ -18,8 +18,8 @@ from mlm.launch.rules.checks import (
     Rule,
     devices_exist,
     loss_scale_can_fall,
-    lowest_problem,
     lr_falls,
+    min_lr_problem,
     problems_of,
 )
 from mlm.launch.rules.layout import (
@@ -54,7 +54,7 @@ MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the 
 def check_pretrain(
     config: PretrainConfig, *, world_size: int | None, local_devices: int | None
 ) -> list[Problem]:
-    """Problems of a run; `world_size` is None when started plainly, `local_devices` None on CPU."""
+    """Problems of a run; `world_size` is None without a launcher, `local_devices` None on CPU."""
     return pretraining_problems(config, Launch(world_size, local_devices))
 
 
@@ -64,7 +64,7 @@ def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem
 
 
 def saved_problems(config: PretrainConfig) -> list[Problem]:
-    """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
+    """Problems of a checkpoint's configuration, which is untrusted."""
     problems, model, values = list(out_of_range(config).values()), config.model, values_of(config)
     for key, leaf in leaves(PretrainConfig).items():
         value = values[key]
@@ -97,16 +97,16 @@ def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     dims = {name: p.dim() for name, p in parameters_by_name(model).items()}
     for text, pattern in named.items():
         least = 2 if text.startswith("optimizer.muon") else 1
-        known = [name for name in dims if dims[name] >= least]
-        if not any(fnmatchcase(name, pattern) for name in known):
-            what = "matrix" if least > 1 else "parameter"
-            problem = f"no {what} of model.kind={model.kind} has such a name"
-            fix = f"write a pattern of its names, such as {', '.join(known[1:4])}"
+        names = [name for name in dims if dims[name] >= least]
+        if not any(fnmatchcase(name, pattern) for name in names):
+            noun = "matrix" if least > 1 else "parameter"
+            problem = f"no {noun} of model.kind={model.kind} has such a name"
+            fix = f"write a pattern of its names, such as {', '.join(names[1:4])}"
             raise OwnCodeError(f"{text}: {problem}; {fix}")
 
 
 def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
-    """The problem of a layout at which the user's optimizer would compute other updates."""
+    """The problem of a layout that would change the updates of the user's optimizer."""
     try:
         return layout_problem(config.optimizer, config.parallel)
     except OwnCodeError:
@@ -126,7 +126,7 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     warmup, cooldown = schedule.warmup_end(steps), schedule.cooldown_start(steps)
     if schedule.decay in STABLE_DECAYS:
         if cooldown >= min(warmup, steps):
-            return lowest_problem(config) if cooldown < steps else None
+            return min_lr_problem(config) if cooldown < steps else None
         return Problem(
             ("schedule.cooldown", "schedule.warmup_steps", "train.steps"),
             f"the last {steps - cooldown} of train.steps={steps} cool down, and warm-up takes {warmup} steps",
@@ -205,7 +205,7 @@ COVERED: dict[str, dict[str, tuple[Any, ...]]] = {
         "precision.dtype": ("bf16", "fp32", "fp64", "fp16", "tf32"),
     },
     "cuda_graphs": {
-        "model.options.num_experts": (0, None),  # the host reads how many rows each expert has
+        "model.options.num_experts": (0, None),  # the host reads the row counts of experts
         "compile": (True, None),
         **dict.fromkeys(("tp", "cp", "pp", "vp"), (1,)),
         "pipeline": ("1f1b",),
@@ -249,12 +249,12 @@ COVERED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "lora.quantize=nf4": {"zero": (0,), "compile": (False, None)},  # both take plain weights
 }
-"""Values of other keys that a switch works with while it is on, or has the value; the first is the fix."""
+"""Values of other keys that work with a switch (at a value); the first is the fix."""
 OFF = {"exact": 0, "recompute": "full", "lora.quantize": "none"}
 
 
 def conflict(switch: str, config: Any, _: object = None) -> Problem | None:
-    """The problem of the first value with which a switch, if it is on, does not work."""
+    """The problem of the first value that conflicts with a switch that is on."""
     values = values_of(config)
     values |= {f"model.options.{key}": value for key, value in (values.get("model.options") or {}).items()}
     key, _, on = switch.partition("=")
@@ -282,31 +282,31 @@ def _exact_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
     dp = num_replicas(config.parallel.replica, config.parallel.dp, launch)
     elements = train.micro_batch_size * length // shares * model.ffn_size // parts
     parallel, experts = config.parallel, int(options.get("num_experts") or 0)
-    # of each token, or of each score
+    # Elements of the gates: per token, or per score.
     scores = 1 if options.get("z_loss") or options.get("shared_gate") else experts
     gates = train.micro_batch_size * length // (parts * shares) * scores
-    # one rank has all rows that an expert has of a micro-batch
-    together = parallel.cp * (parallel.tp if parallel.expert_tp == 1 else 1) if experts else 1
-    longer = parallel.cp * PART_TOKENS * (2 if model.attention_dropout else 1)
+    # All rows of an expert in a micro-batch must be on one rank.
+    expert_ranks = parallel.cp * (parallel.tp if parallel.expert_tp == 1 else 1) if experts else 1
+    multiple = parallel.cp * PART_TOKENS * (2 if model.attention_dropout else 1)
     cp_fix = f"a divisor of {shares}"
     if shares == 1:
-        cp_fix = f"1 (or a multiple of {longer} for data.seq_length)" if model.kind in CAUSAL else "1"
+        cp_fix = f"1 (or a multiple of {multiple} for data.seq_length)" if model.kind in CAUSAL else "1"
     for key, value, is_fit, fix in (
         ("dist.device", config.dist.device, config.dist.device != "cuda", "cpu"),
         ("tp", config.parallel.tp, parts % config.parallel.tp == 0, f"a divisor of {parts}"),
-        ("ep", parallel.ep, parallel.ep % together == 0, f"a multiple of {together}"),
+        ("ep", parallel.ep, parallel.ep % expert_ranks == 0, f"a multiple of {expert_ranks}"),
         ("model.options.bias", "true", not (experts and options.get("bias")), "false"),
         ("cp", parallel.cp, shares % parallel.cp == 0, cp_fix),
         ("dp", dp, exact % dp == 0, f"a divisor of {exact}"),
         ("data.seq_length", length, length % parts == 0, f"a multiple of {parts}"),
-        # vectors are whole in any share of a tensor: the rest is computed otherwise, to another last bit
+        # Shares must hold whole SIMD vectors: a remainder is computed with another last bit.
         (
             "model.hidden_size",
             model.hidden_size,
             model.hidden_size % (16 * exact) == 0,
             f"a multiple of {16 * exact}",
         ),
-        # nor are a vocabulary's biases: rows of the padded one for each rank
+        # So must the padded vocabulary's rows of each rank, for its biases.
         (
             "model.vocab_multiple",
             model.vocab_multiple,
@@ -328,14 +328,14 @@ def _exact_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
 
 CAUSAL = ("gpt2", "llama")
 PART_TOKENS = 128
-"""Fewest tokens of a part of a sequence over cp, with dropout of attention twice as many: fewer starve the
-products, and the attention that no kernel fuses."""
+"""Least tokens of a sequence part over cp, doubled with attention dropout: smaller parts make matrix products
+and unfused attention slow."""
 
 
 def exact_parts(config: PretrainConfig) -> tuple[int, int]:
-    """Parts of which sums over tp and cp are made: of exact=N what also divides heads and MLP, and tokens.
+    """Parts in which exact=N sums over tp and over cp: divisors of N, of heads and MLP, and of tokens.
 
-    A sequence is whole where each token attends to all.
+    Bidirectional models have one part over cp.
     """
     model, exact = config.model, config.exact
     tokens = PART_TOKENS * (2 if model.attention_dropout else 1)
@@ -346,7 +346,7 @@ def exact_parts(config: PretrainConfig) -> tuple[int, int]:
 
 
 def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
-    """The problem of a model or its documents that cp ranks cannot split."""
+    """The problem of a model, or of packed documents, that cp cannot split."""
     if cp == 1:
         return None
     if not family_of(model.kind).splits_sequences:
@@ -389,7 +389,7 @@ def _average_is_of_whole_weights(config: PretrainConfig, _: Launch) -> Problem |
 
 
 def _first_weights_exist(config: PretrainConfig, _: Launch) -> Problem | None:
-    """The problem of a missing `ckpt`, which a run that has saved no longer reads, unless as its base."""
+    """The problem of a missing `ckpt`. A run that has saved reads it only as the base of adapters."""
     is_resumed = config.checkpoint.from_mirror or has_saved(config.out)
     return None if is_resumed and not config.lora.rank else present.checkpoint(config.ckpt)
 

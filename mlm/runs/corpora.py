@@ -1,4 +1,4 @@
-"""The corpora a run spec names, one or several that are blended, and the token that ends their documents."""
+"""Corpora of a run spec, one or a blend, and their end-of-document token."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -74,14 +74,14 @@ def corpora(data: DataConfig) -> list[Corpus]:
 
 
 def validation_prefix(data: DataConfig) -> Path | None:
-    """Prefix of data.validation, or of the validation part of data.path; None without one."""
+    """Prefix of data.validation, or the validation part of data.path; None without one."""
     if data.validation is not None:
         return pair_prefix(data, "data.validation", data.validation)
     return _validation_part(training_prefix(data)) if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
-    """tokenizer.json of the corpus, or of the first in a blend that has one; None where there is none."""
+    """tokenizer.json of the corpus, or the first one in a blend; None without any."""
     if data.tokenizer is not None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
@@ -100,19 +100,19 @@ def _tokenizer_of(train: Path) -> Path | None:
 
 
 def corpus_problems(config: PretrainConfig) -> list[str]:
-    problems, named = [], corpora(config.data)
+    problems, blend = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = family_of(config.model.kind), tokenizer_path(config.data)
-    # A small corpus of a blend may go through several epochs in a step.
+    # A small corpus in a blend may take several epochs per step.
     least = 1 if config.data.blend else config.train.global_batch_size
-    for corpus in named:
+    for corpus in blend:
         problems += check_corpus(
             corpus.train, vocab_size=vocab_size, seq_length=seq_length, min_samples=least
         )
     if config.train.validate_every:
         for prefix in validation_prefixes(config.data).values():
             problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
-    problems = problems or problems_between(named)
+    problems = problems or problems_between(blend)
     try:
         eod_id = fill_eod_id(config.data).eod_id
         if eod_id is not None and eod_id >= vocab_size:
@@ -120,24 +120,24 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
             problems.append(f"data.eod_id={eod_id} is no token of model.vocab_size={vocab_size}; {fix}")
     except UserError as error:
         problems += error.problems
-    if named:
-        problems += family.corpus_problems(config.model, [corpus.train for corpus in named], tokenizer)
+    if blend:
+        problems += family.corpus_problems(config.model, [corpus.train for corpus in blend], tokenizer)
     return problems
 
 
-def problems_between(named: Sequence[Corpus]) -> list[str]:
-    """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
-    problems, first = list[str](), dict[str, Corpus]()
-    sizes = [idx_path(corpus.train).stat().st_size for corpus in named]
-    for corpus, size in zip(named, sizes, strict=True):
+def problems_between(blend: Sequence[Corpus]) -> list[str]:
+    """Problems of corpora that cannot be blended: copies, or different tokenizers."""
+    problems, originals = list[str](), dict[str, Corpus]()
+    sizes = [idx_path(corpus.train).stat().st_size for corpus in blend]
+    for corpus, size in zip(blend, sizes, strict=True):
         if sizes.count(size) == 1:
-            continue  # copies have indices of one size; only those are read
+            continue  # only indices of equal size can be copies
         source = corpus_source(corpus)
-        other = first.setdefault(f"{source.digest} {source.tokens}", corpus)
+        other = originals.setdefault(f"{source.digest} {source.tokens}", corpus)
         if other is not corpus:
             copies = f"data.blend: {other.train} and {corpus.train} are copies of one corpus"
             problems.append(f"{copies}; name one of them, with the sum of the weights")
-    made_with = {digest: corpus for corpus in named if (digest := source_facts(corpus)["tokenizer"])}
+    made_with = {digest: corpus for corpus in blend if (digest := source_facts(corpus)["tokenizer"])}
     if len(made_with) > 1:
         writers = ", ".join(f"{corpus.train} by {digest}" for digest, corpus in made_with.items())
         problems.append(f"data.blend: written with different tokenizers: {writers}; build all with one")
@@ -145,7 +145,7 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
 
 
 def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
-    """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
+    """Entry of a corpus in a checkpoint. Reads its full index, and samples its tokens."""
     tokens = bin_path(corpus.train)
     stored = stored_tokens(tokens)
     source = BlendSource(
@@ -159,7 +159,7 @@ def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
 
 
 def source_facts(corpus: Corpus) -> dict[str, Any]:
-    """Digests a corpus's receipt gives: of the .bin, of the receipt, of the recipe and of the tokenizer."""
+    """Digests of the .bin, receipt, recipe and tokenizer from a corpus's receipt; "" where unknown."""
     receipt = read_receipt(corpus.train.parent) or {}
     entry_of_bin = receipt.get("files", {}).get(bin_path(corpus.train).name)
     if entry_of_bin is None:  # no receipt, or one of other files
@@ -174,14 +174,14 @@ def source_facts(corpus: Corpus) -> dict[str, Any]:
 
 
 def sources(data: DataConfig) -> tuple[BlendSource, ...]:
-    """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
-    named = corpora(data)
-    if len(named) < 2:
-        return tuple(corpus_source(corpus) for corpus in named)
-    weights = [float(IndexedDataset(c.train).num_tokens) if c.weight is None else c.weight for c in named]
+    """The corpora of a run with their shares. Reads the full indices. Raises UserError, OSError."""
+    blend = corpora(data)
+    if len(blend) < 2:
+        return tuple(corpus_source(corpus) for corpus in blend)
+    weights = [float(IndexedDataset(c.train).num_tokens) if c.weight is None else c.weight for c in blend]
     return tuple(
         replace(corpus_source(corpus, share), order=1)
-        for corpus, share in zip(named, normalize_weights(weights), strict=True)
+        for corpus, share in zip(blend, normalize_weights(weights), strict=True)
     )
 
 
@@ -202,7 +202,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: BlendSegmen
     ]
     only = segment.sources[0]
     if len(datasets) == 1 and only.first == segment.from_sample:
-        return datasets[0]  # the run's samples are the corpus's, index for index
+        return datasets[0]  # one corpus from its first sample needs no blend
     return BlendedDataset(
         datasets,
         [source.weight for source in segment.sources],
@@ -236,13 +236,13 @@ def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed:
 
 
 def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
-    """Return the tokenizer that samples depend on; None if they depend on none, or there is none."""
+    """Return the tokenizer that samples depend on; None if they need none, or there is none."""
     path = tokenizer_path(config.data)
     return Tokenizer.load(path) if path is not None and family_of(config.model.kind).check_tokenizer else None
 
 
 def validation_prefixes(data: DataConfig) -> dict[str, Path]:
-    """Prefix of each corpus's validation set under its name; of the only one, or a given one, under ""."""
+    """Prefix of each corpus's validation set by name; "" names the only set, or data.validation."""
     if data.kind != "indexed":
         return {}
     if data.validation is not None or not data.blend:
@@ -266,22 +266,19 @@ def validation_sets(config: PretrainConfig, history: BlendSegments = ()) -> list
 
 
 def fill_eod_id(data: DataConfig) -> DataConfig:
-    """Settings with data.eod_id filled in, where one of the three switches needs it.
-
-    Raises UserError as `find_eod` does.
-    """
+    """Fill in data.eod_id if one of SWITCHES needs it. Raises UserError as `find_eod`."""
     switch = next((switch for switch in SWITCHES if getattr(data, switch)), None)
     return data if switch is None else replace(data, eod_id=find_eod(data, switch))
 
 
 def find_eod(data: DataConfig, switch: str) -> int:
-    """Id of the end-of-document token by data.eod_id and the corpora's receipts, else by their tokenizer.
+    """Id of the end-of-document token from data.eod_id and the corpora's receipts, else from their tokenizer.
 
-    Raises UserError, which names `switch`, where these contradict each other, where a corpus was written
-    without ends, and where nothing says it; CorruptFileError for a damaged receipt or tokenizer.
+    Raises UserError, which names `switch`, if these differ, a corpus has no end-of-document tokens, or none
+    records the id; CorruptFileError for a damaged receipt or tokenizer.
     """
     folders = corpus_folders(data)
-    recorded = {"data.eod_id": data.eod_id} if data.eod_id is not None else {}
+    ids = {"data.eod_id": data.eod_id} if data.eod_id is not None else {}
     for folder in folders:
         receipt = read_receipt(folder) or {}
         if receipt.get("append_eod") is False:
@@ -290,17 +287,17 @@ def find_eod(data: DataConfig, switch: str) -> int:
                 f"token: build them with append_eod=true, or set data.{switch}=false"
             )
         if type(eod_id := receipt.get("eod_id")) is int and eod_id >= 0:
-            recorded[str(folder / RECEIPT)] = eod_id
-    if len(set(recorded.values())) > 1:
-        tokens = ", ".join(f"{eod_id} by {source}" for source, eod_id in recorded.items())
+            ids[str(folder / RECEIPT)] = eod_id
+    if len(set(ids.values())) > 1:
+        tokens = ", ".join(f"{eod_id} by {source}" for source, eod_id in ids.items())
         raise UserError(
             f"data.{switch}=true: the end-of-document token is {tokens}: build with one tokenizer, leave "
             f"data.eod_id out, or set data.{switch}=false"
         )
-    if recorded:
-        return next(iter(recorded.values()))
-    beside = (folder for folder in folders if (folder / "tokenizer.json").is_file())
-    if tokenizer := data.tokenizer or next(beside, None):
+    if ids:
+        return next(iter(ids.values()))
+    tokenizer_folders = (folder for folder in folders if (folder / "tokenizer.json").is_file())
+    if tokenizer := data.tokenizer or next(tokenizer_folders, None):
         return Tokenizer.load(tokenizer).eod_id
     raise UserError(
         f"data.{switch}=true needs the id of the end-of-document token, and no {RECEIPT} or tokenizer.json "
@@ -309,7 +306,7 @@ def find_eod(data: DataConfig, switch: str) -> int:
 
 
 def recorded_special(data: DataConfig) -> tuple[int | None, int | None]:
-    """Ids of the end of a document, by data.eod_id if given, and of the beginning, by the first receipt."""
+    """Ids of the end-of-document token (data.eod_id wins) and the beginning one, from the first receipts."""
     receipts = [read_receipt(folder) or {} for folder in corpus_folders(data)]
     eod, bos = (
         next((id for receipt in receipts if type(id := receipt.get(key)) is int), None)
@@ -319,6 +316,6 @@ def recorded_special(data: DataConfig) -> tuple[int | None, int | None]:
 
 
 def corpus_folders(data: DataConfig) -> list[Path]:
-    """Folders of the training corpora, each with a receipt if `mlm data build` wrote it."""
+    """Folders of the training corpora."""
     is_named = data.blend or data.train is not None or data.path is not None
     return [corpus.train.parent for corpus in corpora(data)] if is_named else []

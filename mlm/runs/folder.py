@@ -42,13 +42,13 @@ SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 
 
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
-    """Return initial values of those parameters: whole, float32, on the CPU."""
+    """Return initial values of parameters by name: unsharded, float32, on the CPU."""
     values = {}
     for shard in parameter_shards(build_on_meta(model), Axis("tp")) if names else ():
         if shard.name in names:
             values[shard.name] = torch.empty(shard.global_shape)
-            whole = replace(shard, parameter=nn.Parameter(values[shard.name]), true_size=None)
-            init_shard(whole, seed)
+            full = replace(shard, parameter=nn.Parameter(values[shard.name]), true_size=None)
+            init_shard(full, seed)
     assert values.keys() == set(names), "no parameters of the model"
     return values
 
@@ -65,8 +65,8 @@ def write_run(
 ) -> Path:
     """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
 
-    `state`, with the versions and the tokenizer, alone makes the checkpoint. `read`, `progress` and
-    `write_file` are as in `write_streamed`.
+    The checkpoint's state is `state` with versions and tokenizer. `read`, `progress` and `write_file`: see
+    `write_streamed`.
     """
     full_state: dict[str, JSON] = {
         **state,
@@ -96,7 +96,7 @@ def run_config(name: str, model: ModelConfig) -> PretrainConfig:
 def imported_state(
     config: PretrainConfig, source: Mapping[str, JSON], filled: Collection[str]
 ) -> dict[str, JSON]:
-    """Return the state of a checkpoint of imported weights; `filled` are parameters that the source lacks."""
+    """Return the checkpoint state of imported weights; `filled`: parameters that the source lacks."""
     return {
         "step": 0,
         "weights_only": True,
@@ -106,7 +106,7 @@ def imported_state(
 
 
 def out_problems(out: str | Path) -> list[str]:
-    """Return what keeps a command from writing the new folder `out`, for its preflight."""
+    """Return problems of the new folder `out`, for a command's preflight."""
     path = Path(out)
     try:
         if path.is_dir() and not any(path.iterdir()):
@@ -122,9 +122,9 @@ def out_problems(out: str | Path) -> list[str]:
 def new_folder(out: Path, count: int, kind: str = "run", journal: Journal | None = None) -> Iterator[Path]:
     """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
 
-    If it fails, nothing is left; a kill leaves a hidden folder next to `out`, which the next command that
-    writes there removes. Files of `journal` stay where an interruption or the disk ends the block, and a
-    command of the same journal continues with them.
+    A failure leaves nothing; a kill leaves a hidden folder next to `out`, which the next command there
+    deletes. Files in `journal` survive an interruption or a disk error, and a command with the same journal
+    continues with them.
 
     Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
     OSError within.
@@ -155,8 +155,8 @@ def new_folder(out: Path, count: int, kind: str = "run", journal: Journal | None
                 is_kept |= journal is not None and bool(journal.files) and not is_damaged
                 raise
             finally:
-                written = () if is_kept else (final.name, JOURNAL)
-                delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
+                names = () if is_kept else (final.name, JOURNAL)
+                delete_owned(work, UNFINISHED, names=(*names, LOCK), keep_folder=is_kept)
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

@@ -1,4 +1,4 @@
-"""The complete files of a folder that is being written, by which the same command continues after a kill."""
+"""Journal of the complete files in an unfinished folder, from which a killed command continues."""
 
 import json
 import logging
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 JOURNAL = "journal.json"
 MAX_BYTES = 1 << 26
 FIELDS = ("digest", "value")
-"""Fields of a complete file: its digest, and what `write` returned."""
+"""Fields of a complete file: its digest, and the value of `write`."""
 
 
 class Journal:
     """Complete files of a folder, in JSON: digest and `write_file`'s value by name, and `identity`.
 
-    `identity` has all that decides the bytes of the files.
+    `identity`: everything that determines the bytes of the files.
     """
 
     def __init__(self, identity: Mapping[str, JSON]) -> None:
@@ -31,9 +31,9 @@ class Journal:
         self.files: dict[str, dict[str, Any]] = {}
 
     def open(self, work: Path, folder: Path) -> int:
-        """Begin, or continue what a command of the same identity left in `folder`; return the bytes there.
+        """Begin, or continue the files of a command with the same identity; return their bytes.
 
-        Deletes files in `folder` that are not complete.
+        Deletes incomplete files in `folder`.
         """
         self.path, self.folder = work / JOURNAL, folder
         try:
@@ -60,7 +60,7 @@ class Journal:
     def write_file(
         self, path: Path, write: Callable[[], JSON], progress: Advance = lambda count: None
     ) -> JSON:
-        """Call `write`, which writes `path`, unless the file is complete; return what it returned.
+        """Call `write`, which writes `path`, unless the file is complete; return its value.
 
         `progress` receives bytes of complete files.
         """

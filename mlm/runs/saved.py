@@ -18,17 +18,17 @@ LISTED = 3  # problems of a saved configuration that a message lists
 
 
 def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
-    """The run spec saved in a checkpoint. Raises CorruptFileError if it is not one of this version."""
+    """The run spec saved in a checkpoint. Raises CorruptFileError if this version cannot read it."""
     try:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
         if is_path(config.model.kind):
             family_of(config.model.kind)
         if problems := saved_problems(config):
             raise ValueError("; ".join(problems[:LISTED]))
-        Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
+        Boundaries.of(config.data)  # raises ValueError for invalid document boundaries
         return config
     except OwnCodeError:
-        raise  # the file is whole
+        raise  # the file is intact
     except (KeyError, TypeError, ValueError) as error:
         reason = "; ".join(str(error).split("\n")[:LISTED])
         problem = f"holds no configuration this version can read ({reason})"
@@ -36,14 +36,14 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
 
 
 def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) -> None:
-    """Raise CorruptFileError unless the tensors stored are as many and as large as the model's.
+    """Raise CorruptFileError unless number and sizes of stored tensors match the model.
 
-    Asked before the model is built: then it takes the memory of tensors that are there, and no more.
+    Call it before building the model: a file cannot claim more memory than its tensors have.
     """
     stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
     num_stored, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
     is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
-    # counting builds the layers that are not alike, however many a file claims
+    # Counting builds all layers that differ, so bound their number first.
     is_short = is_deep or (model.kind in KINDS and architecture_of(model).dense_layers < len(stored))
     num_made = count_parameters(model, with_state=True) if is_short else 0
     if not is_deep or num_stored != num_made:

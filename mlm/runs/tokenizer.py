@@ -1,4 +1,4 @@
-"""The tokenizer of a run, which may not change between its steps."""
+"""The tokenizer of a run, which must not change during training."""
 
 from pathlib import Path
 
@@ -18,66 +18,66 @@ def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run spec or next to its corpora; None without one.
+    """Return the tokenizer of a run spec or its corpora, with the corpora's special tokens; None without one.
 
-    It has the special tokens that the corpora were built with. Raises UserError, CorruptFileError.
+    Raises UserError, CorruptFileError.
     """
     path, (eod, bos) = tokenizer_path(data), recorded_special(data)
     return None if path is None else Tokenizer.load(path, eod=eod, bos=bos)
 
 
 def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
-    """Return the digests of the tokenizer of a run spec's corpora; None if unknown or for synthetic data.
+    """Return the tokenizer digests of a run spec's corpora; None if unknown, or for synthetic data.
 
     Raises UserError, CorruptFileError.
     """
     tokenizer = tokenizer_of(data)
     if tokenizer is not None:
         return digests_of_tokenizer(tokenizer)
-    written = (source_facts(corpus)["tokenizer"] for corpus in corpora(data))
-    return next((TokenizerDigest(digest) for digest in written if digest), None)
+    digests = (source_facts(corpus)["tokenizer"] for corpus in corpora(data))
+    return next((TokenizerDigest(digest) for digest in digests if digest), None)
 
 
-def tokenizer_errors(data: DataConfig, then: TokenizerDigest | None, what: str, fix: str) -> list[str]:
-    """Return an error if weights of `what`, trained on tokens of `then`, would train on a run's corpora."""
+def tokenizer_errors(data: DataConfig, trained: TokenizerDigest | None, weights: str, fix: str) -> list[str]:
+    """Return an error unless `weights`, trained on tokens of `trained`, fit the tokens of a run's corpora."""
     named = f"data.tokenizer={tokenizer_path(data) or 'of the receipt'}"
-    problem = other_tokenizer(named, tokenizer_now(data), what, then, fix)
+    problem = other_tokenizer(named, tokenizer_now(data), weights, trained, fix)
     return [] if problem is None else [problem]
 
 
 def other_tokenizer(
-    tokens: str, now: TokenizerDigest | None, weights: str, then: TokenizerDigest | None, fix: str
+    tokens: str, corpus: TokenizerDigest | None, weights: str, trained: TokenizerDigest | None, fix: str
 ) -> str | None:
-    """Problem of `weights` of the tokenizer `then` that would read tokens of `now`; None where they fit.
+    """Problem of weights of the tokenizer `trained` that would read tokens of `corpus`; None if they fit.
 
-    Every command that joins weights and tokens asks it; a tokenizer that nothing records fits.
+    A tokenizer that nothing records fits.
     """
-    if now is None or then is None or now.is_same(then):
+    if corpus is None or trained is None or corpus.is_same(trained):
         return None
-    return f"{tokens}: tokens of {now.digest}, and {weights} was trained with {then.digest}; {fix}"
+    return f"{tokens}: tokens of {corpus.digest}, and {weights} was trained with {trained.digest}; {fix}"
 
 
 def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
-    """Return an error for each corpus of another tokenizer than the one saved with the run."""
+    """Return an error for each corpus built with another tokenizer than the run spec's."""
     try:
         path, tokenizer = tokenizer_path(data), tokenizer_of(data)
     except UserError as error:
         return list(error.problems)
     if path is None or tokenizer is None:
         return []
-    own, problems = digests_of_tokenizer(tokenizer), list[str]()
+    digests, problems = digests_of_tokenizer(tokenizer), list[str]()
     for folder in (corpus.train.parent for corpus in corpora(data)):
-        written = receipt_tokenizer(folder)
-        if written is not None and not own.is_same(written):
+        recorded = receipt_tokenizer(folder)
+        if recorded is not None and not digests.is_same(recorded):
             problems.append(
-                f"data.tokenizer={path}: has digest {own.digest}, {folder} was written with "
-                f"{written.digest}; name that tokenizer, or another corpus"
+                f"data.tokenizer={path}: has digest {digests.digest}, {folder} was written with "
+                f"{recorded.digest}; name that tokenizer, or another corpus"
             )
     return problems
 
 
 def receipt_tokenizer(folder: Path) -> TokenizerDigest | None:
-    """Return the tokenizer by the receipt of a corpus folder, with its vocabulary if the file is there too.
+    """Return the tokenizer digest in a corpus's receipt, with its vocabulary if tokenizer.json is there too.
 
     Raises CorruptFileError.
     """
@@ -85,10 +85,10 @@ def receipt_tokenizer(folder: Path) -> TokenizerDigest | None:
     if not digest:
         return None
     try:
-        beside = tokenizer_beside(folder)
+        loaded = tokenizer_beside(folder)
     except (UserError, OSError):
-        beside = None
-    return digests_of_tokenizer(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
+        loaded = None
+    return digests_of_tokenizer(loaded) if loaded and loaded.digest == digest else TokenizerDigest(digest)
 
 
 def vocabulary_problem(

@@ -12,7 +12,7 @@ from mlm.util.errors import Absent, Problem
 from mlm.util.ownership import kind_of_folder
 
 WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
-"""Longer waits overflow a browser's timer, which then reloads without a pause."""
+"""Longer waits overflow a browser's timer, which then reloads at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,38 +42,38 @@ class ReportConfig:
 
 
 def missing_extras(config: LogConfig) -> list[str]:
-    """Return a line per requested tracker that is not installed. Imports none of them."""
+    """Return a line per requested tracker that is not installed, without importing any."""
     project = config.wandb_project
-    wanted = (
+    trackers = (
         ("tensorboard", config.tensorboard, "log.tensorboard=true", "log.tensorboard=false"),
         ("wandb", bool(project), f"log.wandb_project={project}", "log.wandb_project=null"),
     )
     return [
         f"{setting} needs {package}, which is not installed: pip install 'mlm[{package}]', or set {off}"
-        for package, is_on, setting, off in wanted
+        for package, is_on, setting, off in trackers
         if is_on and find_spec(package) is None
     ]
 
 
 def choose_runs(paths: Sequence[str]) -> tuple[list[str], list[Problem], list[Problem]]:
-    """Return run folders, others that are skipped, and problems: absent paths, or all if none is a run.
+    """Return run folders, skipped paths, and problems: missing paths, or all if none is a run.
 
-    A pattern of the shell names other paths too: `mlm report runs/lr/*`.
+    Shell patterns match other paths too: `mlm report runs/lr/*`.
     """
-    runs, others = list[str](), list[Problem]()
+    runs, rejected = list[str](), list[Problem]()
     fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
     for path in dict.fromkeys(paths):
         folder = Path(path)
         try:
             if not folder.exists():
-                others.append(Absent.at("runs", path, "no such folder", fix))
+                rejected.append(Absent.at("runs", path, "no such folder", fix))
             elif not folder.is_dir():
-                others.append(Problem.at("runs", path, "is not a folder", fix))
+                rejected.append(Problem.at("runs", path, "is not a folder", fix))
             elif kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
                 runs.append(path)
             else:
-                others.append(Problem.at("runs", path, "holds no run", fix))
+                rejected.append(Problem.at("runs", path, "holds no run", fix))
         except OSError as error:
-            others.append(Problem.at("runs", path, f"cannot be read ({error.strerror})", fix))
-    fatal = [problem for problem in others if not runs or isinstance(problem, Absent)]
-    return runs, [problem for problem in others if problem not in fatal], fatal
+            rejected.append(Problem.at("runs", path, f"cannot be read ({error.strerror})", fix))
+    fatal = [problem for problem in rejected if not runs or isinstance(problem, Absent)]
+    return runs, [problem for problem in rejected if problem not in fatal], fatal

@@ -17,7 +17,7 @@ UNITS = (
     "grad_norm L2 norm before clipping; tokens/s of all ranks; TFLOP/s and MFU of the model per device; "
     "memory of rank 0; ETA time left, h:mm:ss"
 )
-SLOW_S = 10.0  # a first step that takes longer shows its micro-batches
+SLOW_S = 10.0  # seconds until the first step shows its micro-batches
 
 
 def duration(seconds: float | None) -> str:
@@ -49,9 +49,9 @@ class Display(Sink):
     """One line per report, of names and values that `split()` parses. Their units follow the header."""
 
     next_sign = SLOW_S
-    """Seconds after which the first step is mentioned, if it still runs."""
+    """Seconds after which the progress of the first step is shown."""
     is_logged = False
-    """True once a step is."""
+    """True after the first logged step."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Display(Sink):
         self.console.print(Text(text), soft_wrap=True)
 
     def problem(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # its reader may be gone
+        with suppress(OSError, ValueError):  # closed stderr
             print(f"mlm: {text}", file=sys.stderr, flush=True)
 
     def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
@@ -92,7 +92,7 @@ class Display(Sink):
         self.problem(f"SAVING FAILED at step {step}: {error}{more}")
 
     def micro_batch(self, number: int, count: int) -> None:
-        """Show that the first step is in progress, ever more rarely."""
+        """Show the progress of the first step, at doubling intervals."""
         elapsed = self.clock() - self.begin
         if not self.is_logged and elapsed >= self.next_sign:
             self.next_sign = 2 * elapsed

@@ -25,8 +25,8 @@ MOVE = "move it out of the run folder"
 class MetricsFile(Sink):
     """Appends each report to `path`, a line at a time: a kill loses at most the line being written.
 
-    Lines of an earlier attempt beyond `start_step` are deleted first: those steps are trained again.
-    A full disk does not stop the training: lines wait in memory, and `warn` is called once.
+    Lines of an earlier attempt after `start_step` are deleted first, as those steps are trained again. On a
+    full disk training continues: lines wait in memory, and `warn` is called once.
     """
 
     def __init__(self, path: Path, start_step: int, warn: Callable[[str], None]) -> None:
@@ -35,7 +35,7 @@ class MetricsFile(Sink):
         self.warn = warn
         self.file: BinaryIO | None = None
         self.is_replaced = False
-        """True where `path` may be another file than the open one."""
+        """True if `path` may be another file than the open one."""
         self.pending = b""
 
     def start(self, run: dict[str, object]) -> None:
@@ -72,7 +72,7 @@ class MetricsFile(Sink):
         self.append("save_failed", {"step": step, "error": error})
 
     def measured(self, step: int, values: Parts) -> None:
-        # first in the line, whatever a user's observer measures
+        # `step` comes first, and wins over a number of that name.
         self.append("measured", {"step": step} | {**values, "step": step})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
@@ -82,9 +82,9 @@ class MetricsFile(Sink):
         self.flush()
         assert self.file is not None, "MetricsFile.start() comes first"
         try:
-            # they tell of the steps that the rewind takes back
+            # Keep records that explain the rewind.
             rewind(self.path, step, keep=("run", "incident", "rewound"))
-        except (OSError, UserError) as error:  # a UserError: the file has grown beyond MAX_BYTES
+        except (OSError, UserError) as error:  # UserError: more than MAX_BYTES
             reason = f"{self.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
             self.warn(f"{reason}; it keeps steps that are trained again")
         self.is_replaced = True
@@ -96,7 +96,7 @@ class MetricsFile(Sink):
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         head = {"kind": kind, "time": round(time.time(), 3)}
-        record = {**head, **fields, **head}  # an observer's number may have such a name
+        record = {**head, **fields, **head}  # an observer's number may use such a name
         self.flush(json.dumps(replace_nonfinite(record), allow_nan=False).encode() + b"\n")
 
     def flush(self, line: bytes = b"") -> None:
@@ -127,10 +127,10 @@ class MetricsFile(Sink):
 
 
 def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
-    """Drop from a metrics file the steps after `start_step`, and lines a kill left half written.
+    """Drop the steps after `start_step`, and truncated lines, from a metrics file.
 
-    Records of the types in `keep` stay. Without any, a start from step 0 begins a new history. The file is
-    replaced atomically, and only if it changes.
+    Records whose `kind` is in `keep` stay. Without `keep`, a start from step 0 begins a new history. Replaces
+    the file atomically, and only if it changes.
     """
     if not path.exists():
         return
@@ -141,9 +141,9 @@ def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
         record = parse(line)
         if step_of(record) >= 0 and (step_of(record) <= start_step or record["kind"] in keep):
             lines.append(line + b"\n")
-    kept = b"".join(lines)
-    if kept != old:
-        write_atomic(path, kept)
+    content = b"".join(lines)
+    if content != old:
+        write_atomic(path, content)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -155,32 +155,32 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def diverged_since(path: Path) -> int | None:
-    """Return the first step that was not finite of a run that ended for it; None of any other.
+    """Return the first non-finite step of a diverged run; None for other runs.
 
     Raises OSError.
     """
-    since = [r.get("since") for r in read_records(path) if r["kind"] == "diverged"] if path.is_file() else []
-    return since[-1] if since and type(since[-1]) is int else None
+    steps = [r.get("since") for r in read_records(path) if r["kind"] == "diverged"] if path.is_file() else []
+    return steps[-1] if steps and type(steps[-1]) is int else None
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a metrics file, which may be long. Raises OSError, CorruptFileError."""
+    """Yield the lines of a metrics file. Raises OSError, CorruptFileError."""
     with open_bounded(path, MAX_BYTES, MOVE) as f:
         while line := f.readline(1 << 24):  # the times of 3,072 ranks take a megabyte
             yield line
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Return a line's record; empty if it is no JSON object."""
+    """Return a line's record; empty for anything but a JSON object."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # half a line, or bytes that are no text
+    except (ValueError, RecursionError):  # a truncated line, or no UTF-8
         return {}
     return record if isinstance(record, dict) else {}
 
 
 def step_of(record: Mapping[str, Any]) -> int:
-    """Return the steps done when `record` was written; -1 if unknown, and for a record without a type."""
+    """Return the steps done when `record` was written; -1 if unknown, or without `kind`."""
     kind = record.get("kind")
     step = record.get("start_step" if kind == "run" else "step")
     return step if isinstance(kind, str) and type(step) is int else -1

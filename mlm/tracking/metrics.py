@@ -8,22 +8,22 @@ from types import MappingProxyType
 from typing import Any
 
 Parts = Mapping[str, float]
-"""Numbers other than the loss, by name: its parts, and in a validation the loss of each corpus of a blend."""
+"""Numbers by name: parts of the loss, and in a validation the loss on each corpus of a blend."""
 NO_PARTS: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Loads of the experts in a step: how many tokens of the global batch chose each."""
+    """Loads of the experts in a step: tokens of the global batch that chose each."""
 
     counts: Mapping[int, Sequence[int]]
-    """[E] by layer, of the layers that have experts."""
+    """[E] by layer with experts."""
     dropped: Mapping[int, Sequence[int]]
     """[E] by layer: tokens beyond an expert's capacity."""
 
     @property
     def imbalance(self) -> dict[int, float]:
-        """Largest over mean load, by layer: 1 is even, E over experts per token the most."""
+        """Largest over mean load, by layer: from 1 (even) to E over experts per token."""
         return {
             layer: max(counts) * len(counts) / max(1, sum(counts))
             for layer, counts in sorted(self.counts.items())
@@ -31,7 +31,7 @@ class ExpertLoads:
 
     @property
     def dropped_share(self) -> float:
-        """Choices that were dropped, of all."""
+        """Dropped share of all choices."""
         counts, dropped = (sum(map(sum, by_layer.values())) for by_layer in (self.counts, self.dropped))
         return dropped / max(1, counts)
 
@@ -72,7 +72,7 @@ class StepMetrics:
     parts: Parts = field(default_factory=dict)
     """Parts of the loss, and accuracies: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
     loads: ExpertLoads | None = None
-    """Loads of this step; None without experts, and where they are frozen."""
+    """Loads of this step; None without experts, or if they are frozen."""
 
 
 def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
@@ -97,19 +97,19 @@ class Sink:
         """Take the metrics of a task's split after `step`; `is_best` if they are the best so far."""
 
     def saved(self, step: int, path: Path, seconds: float, waited: float, digest: str | None = None) -> None:
-        """Take a checkpoint written in `seconds`, for `waited` of which training stood still.
+        """Take a checkpoint written in `seconds`, of which training waited `waited`.
 
-        `digest` is its tensors', in a run with exact=N.
+        `digest`: of its tensors, in a run with exact=N.
         """
 
     def save_failed(self, step: int, error: str) -> None:
-        """Take the error of a checkpoint that could not be written."""
+        """Take the error of a failed save."""
 
     def measured(self, step: int, values: Parts) -> None:
-        """Take further numbers of a step, by name, that an observer measured."""
+        """Take an observer's numbers of a step, by name."""
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Take what else happened."""
+        """Take an event of another kind."""
 
     def rewound(self, step: int) -> None:
         """Forget the steps after `step`: they are trained again."""
@@ -121,14 +121,14 @@ class Sink:
         """Take a line about a problem."""
 
     def micro_batch(self, number: int, count: int) -> None:
-        """Note that micro-batch `number` of the `count` of the step in progress is at its backward pass."""
+        """Take the progress of a step: micro-batch `number` of `count` is at its backward pass."""
 
     def close(self) -> None:
         """End, however the run ends."""
 
 
 def name_parts(parts: Parts) -> dict[str, float]:
-    """Return the losses of a blend's corpora under their names in records and trackers."""
+    """Name the losses of a blend's corpora as records and trackers do."""
     return {f"validation/{name}": loss for name, loss in parts.items()}
 
 
@@ -146,9 +146,9 @@ class Rates:
 class Throughput:
     """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
 
-    `tokens_per_step` counts the global batch if all steps are alike; otherwise pass `count` the tokens.
-    `flops_per_token` comes from `mlm.models.shape`, `devices` the world size, `peak` the FLOP/s of one
-    device or None. Call lap() and pause() when the device is synchronised, or steps in flight are left out.
+    `tokens_per_step`: the global batch if all steps are equal; otherwise pass tokens to `count`.
+    `flops_per_token`: from `mlm.models.shape`; `devices`: the world size; `peak`: FLOP/s of a device or None.
+    Synchronise the device before lap() and pause(), or they miss steps in flight.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Throughput:
 class Eta:
     """Seconds to the last step by the wall clock, validation and saving included.
 
-    The first update() is the anchor: what was slow before it (compilation, first allocations) does not recur.
-    Until the second, `step_time_s` of the first is used.
+    Rates count from the first update(), after compilation and first allocations. Until the second one the
+    first `step_time_s` is used.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -223,5 +223,5 @@ class Eta:
         """Return the seconds left from now, at least 0; None before the first update()."""
         if self.anchor is None:
             return None
-        step, then = self.last
-        return max(0.0, (self.total_steps - step) * self.step_time - (self.clock() - then))
+        step, updated = self.last
+        return max(0.0, (self.total_steps - step) * self.step_time - (self.clock() - updated))

@@ -51,7 +51,7 @@ MEASURE_S = 0.3  # seconds of matrix products on a CPU
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """Peak FLOP/s of one device that MFU is stated against, and its source."""
+    """Peak FLOP/s of one device, the base of MFU, and its source."""
 
     flops: float
     label: str
@@ -60,8 +60,8 @@ class DevicePeak:
 def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> DevicePeak | None:
     """Return the dense peak of `device` in `dtype` (a name of precision.dtype); None for an unknown GPU.
 
-    `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for about 0.3 s, with the
-    threads this process may use; other ranks on its host should wait meanwhile.
+    `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for 0.3 s with this process's
+    threads; let other ranks on its host wait meanwhile.
     """
     if override_tflops:
         return DevicePeak(override_tflops * 1e12, f"dist.peak_tflops={override_tflops:g}")
@@ -88,7 +88,7 @@ def table_peak(name: str, unit: str) -> DevicePeak | None:
 
 @cache
 def measure_matmul(dtype: str, threads: int) -> float:
-    """Return the best FLOP/s of a square matrix product on this CPU, by the faster of PyTorch's libraries.
+    """Return the best FLOP/s of a square matrix product on this CPU, by PyTorch's faster library.
 
     `threads` only keys the cache.
     """
@@ -96,7 +96,7 @@ def measure_matmul(dtype: str, threads: int) -> float:
     a = torch.ones(size, size, dtype=DTYPES[dtype])
     best = float("inf")
     for multiply in (torch.mm, product):
-        multiply(a, a)  # the first pays for threads and memory
+        multiply(a, a)  # warm-up
         end = time.perf_counter() + MEASURE_S / 2
         while True:
             begin = time.perf_counter()

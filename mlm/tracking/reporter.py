@@ -1,6 +1,6 @@
 """The reporter of a training run: rank 0 writes to metrics.jsonl, the terminal and the trackers.
 
-TensorBoard and Weights & Biases are optional extras, imported only when asked for.
+TensorBoard and Weights & Biases are optional extras, imported on request.
 """
 
 import platform
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 class Reporter(Sink):
     """Reports a run to metrics.jsonl, the terminal and the trackers, between `with` and its end.
 
-    On ranks other than the main one every method returns at once. However the block ends, every file is
-    closed.
+    On other ranks than the main one every method returns at once. The end of the block closes every file.
 
-    `header` holds rows for the terminal (run, model, layout, …); `run` the JSON values of the record of kind
-    "run" (config digest, layout, …). `start_step` steps are done already.
+    `header`: rows for the terminal (run, model, layout, …); `run`: JSON values of the record of kind "run"
+    (config digest, layout, …); `start_step`: steps done before.
     Raises UserError if a tracker's extra is not installed, or, at `with`, if `out` cannot be written.
     """
 
@@ -56,8 +55,8 @@ class Reporter(Sink):
         self.sinks: list[Sink] = []
         self.stack = ExitStack()
         self.done = start_step
-        """Steps that are done, set by the training loop."""
-        for name in PASSED_ON:
+        """Completed steps, set by the training loop."""
+        for name in FORWARDED:
             setattr(self, name, partial(self._call_each, name))
         if not is_main:
             return
@@ -97,13 +96,12 @@ class Reporter(Sink):
             self._call_each("measured", step, numbers)
 
 
-OWN = ("start", "measured", "close")
-PASSED_ON = tuple(name for name in vars(Sink) if name[0] != "_" and name not in OWN)
-"""Reports that each sink takes as they are."""
+FORWARDED = {name for name in vars(Sink) if name[0] != "_"} - {"start", "measured", "close"}
+"""Methods that the reporter forwards to each sink unchanged."""
 
 
 def training_console(metrics: Path) -> Console:
-    """Return a console on standard output whose loss does not end the run."""
+    """Return a console on standard output; a closed one does not end the run."""
     stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
     return Screen(file=cast(TextIO, stream))
 
@@ -113,7 +111,7 @@ class Tracker(Sink, ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue values; the tracker's own thread writes them."""
+        """Queue values, which the tracker's thread writes."""
 
     def step(self, metrics: StepMetrics) -> None:
         numbers = flatten_metrics(metrics)
@@ -175,7 +173,7 @@ class WeightsAndBiases(Tracker):
                 f"log.wandb_project={self.project}: {reason}. Run `wandb login`, or set WANDB_MODE=offline, "
                 "or log.wandb_project=null"
             ) from error
-        # Our own step axis: W&B's counter must never fall, ours does when a run resumes.
+        # A separate step axis: W&B's counter must not decrease, as steps do when a run resumes.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 

@@ -1,4 +1,4 @@
-"""A run's folder, read whatever a kill or another program left in it."""
+"""Records of a run's folder, read in spite of damaged files."""
 
 import math
 from array import array
@@ -25,20 +25,20 @@ Column = NDArray[np.float64]
 RESULT = "result.json"  # of finetuning
 MISSING = "–"
 MAX_LISTED = 500
-"""Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
+"""Newest incidents, checkpoints, samples and attempts of a run that are kept."""
 MAX_PROBLEMS = 5
-"""Files of a run that are named as damaged."""
+"""Damaged files of a run that are named."""
 LARGEST = float(1 << 53)
 
 
 class MetricRows:
-    """Numbers of one type of record by column, in the order of the file."""
+    """Numbers of one kind of record by column, in file order."""
 
     def __init__(self) -> None:
         self.columns: dict[str, array[float]] = {"step": array("d")}
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Append a row; a column that it lacks gets NaN."""
+        """Append a row; missing columns get NaN."""
         for name in numbers:
             if name not in self.columns and len(self.columns) < 64:  # a damaged file may have any number
                 self.columns[name] = array("d", [math.nan]) * len(self.columns["step"])
@@ -46,19 +46,19 @@ class MetricRows:
             column.append(numbers.get(name, math.nan))
 
     def table(self) -> dict[str, Column]:
-        """Columns with ascending steps; the later of rows with equal steps."""
+        """Columns with ascending steps; the last of rows with equal steps."""
         table = {name: np.array(column) for name, column in self.columns.items()}
         order = np.argsort(table["step"], kind="stable")
         keep = order[np.append(np.diff(table["step"][order]) > 0, True)] if len(order) else order
         table = {name: column[keep] for name, column in table.items()}
-        for name in ("tokens", "time"):  # an axis never goes back, whatever the clock did
+        for name in ("tokens", "time"):  # axes must not decrease
             if name in table:
                 table[name] = np.fmax.accumulate(table[name])
         return table
 
 
 def number(value: object) -> float:
-    """A value of JSON as a number; NaN for anything else, and for infinity."""
+    """A JSON value as a finite number, else NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -90,32 +90,32 @@ class RunRecords:
     settings: dict[str, Any] = field(default_factory=dict)
     """Flat: model.num_layers → 2."""
     problems: list[str] = field(default_factory=list)
-    """Lines on what could not be read."""
+    """Lines on unreadable files."""
     attempts: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     rows: dict[str, MetricRows] = field(default_factory=dict)
-    """Numbers by type of record; scores of finetuning by their split."""
+    """Numbers by kind of record; scores of finetuning by split."""
     incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
-    """Loads of experts; the newest."""
+    """Newest loads of experts."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Continuations of prompts at validations."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False
-    """True if a process writes checkpoints to it now."""
+    """True if a process writes checkpoints now."""
     scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Results of evaluations by file name."""
-    kept: frozenset[str] = frozenset()
-    """Names of the checkpoints that are there."""
+    checkpoints: frozenset[str] = frozenset()
+    """Names of existing checkpoints."""
     seconds: float = 0.0
-    """From each attempt's start to its last record, summed."""
+    """Sum over attempts, from start to last record."""
     last_time: float = math.nan
     damaged: int = 0
-    """Lines that are no records."""
+    """Lines without a record."""
     tables: dict[str, dict[str, Column]] = field(default_factory=dict)
-    """Numbers by type of record and column, steps ascending."""
+    """Numbers by kind of record and column, steps ascending."""
 
     @property
     def latest(self) -> Mapping[str, Any]:
@@ -123,8 +123,8 @@ class RunRecords:
 
     @property
     def done(self) -> int:
-        ends = [int(table["step"][-1]) for table in self.tables.values() if len(table["step"])]
-        return max([*ends, *map(step_of, self.saves)], default=0)
+        steps = [int(table["step"][-1]) for table in self.tables.values() if len(table["step"])]
+        return max([*steps, *map(step_of, self.saves)], default=0)
 
     @property
     def total(self) -> int | None:
@@ -135,9 +135,9 @@ class RunRecords:
     def is_finished(self) -> bool:
         """True if all steps are done, or patience ended finetuning at the newest step."""
         result = dict(self.scores).get(RESULT, {})
-        by_seed = "seeds" in result and not self.attempts  # metrics are in the folders of the seeds
-        ended = by_seed or (self.done > 0 and result.get("steps") == self.done)
-        return ended or (self.total is not None and self.done >= self.total)
+        by_seed = "seeds" in result and not self.attempts  # the seeds' folders have the metrics
+        is_complete = by_seed or (self.done > 0 and result.get("steps") == self.done)
+        return is_complete or (self.total is not None and self.done >= self.total)
 
     @property
     def progress(self) -> str:
@@ -145,7 +145,7 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """Failed, finished, running since a time, stopped (on request, by a signal), or not started."""
+        """failed, finished, running since …, stopped or not started."""
         if self.failure:
             return "failed"
         if self.is_finished:
@@ -195,13 +195,13 @@ class RunRecords:
 
 
 def names_of(folders: Sequence[str]) -> list[str]:
-    """Name folders by their last part, by more of their path where that is ambiguous."""
+    """Name folders by their last part, or more of their path if that is ambiguous."""
     parts = [Path(folder).resolve().parts for folder in folders]
     names = list[str]()
     for path in parts:
         count = 1
-        others = [other for other in parts if other != path]
-        while count < len(path) and any(other[-count:] == path[-count:] for other in others):
+        different = [other for other in parts if other != path]
+        while count < len(path) and any(other[-count:] == path[-count:] for other in different):
             count += 1
         names.append(escape_controls("/".join(path[-count:]))[-80:])
     return names
@@ -229,7 +229,7 @@ def read_run(folder: Path, name: str) -> RunRecords:
             if isinstance(result, dict):
                 run.scores.append((file.name, result))
         run.is_held = Lock(folder / "checkpoints" / LOCK).is_held()
-        run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
+        run.checkpoints = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
     except OSError as error:
         path = error.filename or folder
         raise UserError(
@@ -246,14 +246,14 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 
 def read_metrics(run: RunRecords) -> None:
-    """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
+    """Add the records of metrics.jsonl to a run; a last line without newline may be unfinished."""
     for line in read_lines(run.folder / FILE_NAME):
         record = parse(line)
         if not 0 <= step_of(record) < LARGEST:
             run.damaged += line.endswith(b"\n") and bool(line.strip())
             continue
         kind, now, previous = record["kind"], number(record.get("time")), run.last_time
-        if kind != "run" and now > previous:  # breaks between attempts do not count
+        if kind != "run" and now > previous:  # not between attempts
             run.seconds += now - previous
         run.last_time = now if now == now else previous
         if kind == "run":
@@ -262,10 +262,10 @@ def read_metrics(run: RunRecords) -> None:
         if kind == "rewound":
             run.incidents.append(record)
         if kind in ("run", "rewound"):
-            for rows in run.rows.values():  # those steps are trained again
-                kept = np.array(rows.columns["step"]) <= step_of(record)
-                if not kept.all():
-                    rows.columns = {name: array("d", np.array(c)[kept]) for name, c in rows.columns.items()}
+            for rows in run.rows.values():  # later steps are trained again
+                mask = np.array(rows.columns["step"]) <= step_of(record)
+                if not mask.all():
+                    rows.columns = {name: array("d", np.array(c)[mask]) for name, c in rows.columns.items()}
             keep = (sample for sample in run.samples if step_of(sample) <= step_of(record))
             run.samples = deque(keep, maxlen=MAX_LISTED)
         elif kind == "failed":

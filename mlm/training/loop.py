@@ -20,8 +20,8 @@ from mlm.checkpoint.native.run_state import VALIDATION_DUE
 from mlm.config.build import to_dict
 from mlm.config.imports import paths_in
 from mlm.config.tree import leaves, values_of
+from mlm.launch.command_line import run_origin
 from mlm.launch.stop import StopRequest
-from mlm.launch.typed import run_origin
 from mlm.models.shape import count_parameters, flops_per_token
 from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import DevicePeak, memory_bytes

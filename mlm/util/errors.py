@@ -1,4 +1,4 @@
-"""A user's mistakes as values: each problem with its keys, its fix and the one line that is printed."""
+"""User errors as values: each problem with its keys, its fix and its printed line."""
 
 import errno
 import json
@@ -10,35 +10,35 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 LONG_LINE = 600
-"""Characters of a line on settings: no problem and no fix needs more."""
+"""Most characters of a printed line on settings."""
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters escaped, so that a file's content cannot steer a terminal."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
+    """Escape control characters, so that a file's content cannot control a terminal."""
+    printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable.encode(errors="backslashreplace").decode()  # half a surrogate pair
 
 
 def printable_line(line: str) -> str:
-    """An error's line as it is printed: without control characters, and with a long word shortened."""
+    """The printed form of an error's line: control characters escaped, long words shortened."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…{word[0][-20:]}", escape_controls(line))
 
 
 def lone_surrogate(text: str) -> str | None:
-    """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
+    """Describe the first unpaired surrogate of a text, which no tokenizer accepts; None without one."""
     half = re.search("[\ud800-\udfff]", text)
     return None if half is None else f"half a surrogate pair (U+{ord(half[0]):X})"
 
 
 def decode_problem(error: UnicodeDecodeError, position: str = "") -> str:
-    """Describe text that is not UTF-8, and for UTF-16 the command that converts it."""
+    """Describe a decoding error, with the command that converts UTF-16."""
     if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "not UTF-8 but UTF-16 (convert it: iconv -f UTF-16 -t UTF-8)"
     return f"not UTF-8 ({error.reason}{position})"
 
 
 def format_value(value: Any) -> str:
-    """A value as it is typed: true, null, [1,2], [{use:"my_module:Mine",every:10}]."""
+    """A value as typed: true, null, [1,2], [{use:"my_module:Mine",every:10}]."""
     return value if isinstance(value, str) else _format_item(value)
 
 
@@ -51,29 +51,29 @@ def _format_item(value: Any) -> str:
 
 
 def type_of(value: Any) -> str:
-    """The type of a value in words, with its article: null, an integer; for other objects their class."""
-    known = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
+    """The type of a value with its article: null, an integer; the class of other objects."""
+    names = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
     name = type(value).__name__
-    return known.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return names.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Settings as they are typed: `tp=2 pp=1`."""
+    """Settings as typed: `tp=2 pp=1`."""
     return " ".join(f"{key}={format_value(value)}" for key, value in settings.items())
 
 
 class Problem(str):
-    """One thing that is wrong, as a line `key=value: problem; fix`, together with the parts of that line.
+    """A problem as a line `key=value: problem; fix`, with the parts of that line.
 
-    A string, so that it fits into any list of messages. Code reads the fields and never the line.
+    A string, so that it fits into any list of messages. Code reads the fields, never the line.
     """
 
     keys: tuple[str, ...]
-    """Keys that it concerns."""
+    """Keys concerned."""
     problem: str
-    """The settings and why they cannot be used."""
+    """The settings and why they are invalid."""
     fix: str
-    """Settings or an action that solves it; may be empty."""
+    """Settings or an action that fix it; may be empty."""
 
     __slots__ = ("fix", "keys", "problem")
 
@@ -92,25 +92,25 @@ class Problem(str):
 
     @classmethod
     def of(cls, line: str) -> "Problem":
-        """A line as a problem, of no key unless it is one already."""
+        """Convert a line to a problem without keys; a Problem stays as it is."""
         return line if isinstance(line, Problem) else cls((), line)
 
     def concerns(self, names: Iterable[str]) -> bool:
-        """True if one of its keys is among `names`, or is in a section among them."""
+        """True if one of its keys, or the section of one, is among `names`."""
         return any(key == name or key.startswith(f"{name}.") for name in names for key in self.keys)
 
 
 class Absent(Problem):
-    """A problem of what is not there: a required value, or on this host a file or a device.
+    """A missing required value, or a file or device missing on this host.
 
-    The settings that were given may be right, on another host or with further ones.
+    The typed settings may be valid on another host, or with further ones.
     """
 
     __slots__ = ()
 
 
 class Failed(Problem):
-    """A problem that no setting solves, such as a damaged file: with no other, the exit code is 1."""
+    """A problem that no setting fixes, such as a damaged file. Exit code 1 if all problems are such."""
 
     __slots__ = ()
 
@@ -121,7 +121,7 @@ class UserError(ValueError):
     exit_code: int = 2
     """Exit code of the command that raises it."""
     kind: ClassVar[type[Problem]] = Problem
-    """Type of its problem, which stays with it in lists of problems."""
+    """Type of its problem."""
 
     def __init__(self, problem: str, *, keys: Iterable[str] = (), fix: str = "") -> None:
         line = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
@@ -145,7 +145,7 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
-        # the problem begins a line, and the fix ends it: a long value loses its middle
+        # Shorten the middle: a line begins with the problem and ends with the fix.
         return [
             line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
             for line in map(printable_line, self.problems)
@@ -160,14 +160,14 @@ class CorruptFileError(UserError):
 
 
 class CheckFailedError(UserError):
-    """The condition that a command was asked to check does not hold."""
+    """A checked condition does not hold."""
 
     exit_code = 1
     kind = Failed
 
 
 def attempt(problems: list[str], call: Callable[[], T]) -> T | None:
-    """Return what a call returns; None if it raises UserError, whose problems are then among `problems`."""
+    """Return the result of a call; if it raises UserError, add its problems to `problems` and return None."""
     try:
         return call()
     except UserError as error:
@@ -177,7 +177,7 @@ def attempt(problems: list[str], call: Callable[[], T]) -> T | None:
 
 @contextmanager
 def reading_from(path: Path, fix: str) -> Iterator[None]:
-    """Raise UserError for errors of the disk while reading `path`, or a file below it."""
+    """Raise UserError for OSErrors while reading `path`, or a file below it."""
     try:
         yield
     except OSError as error:
@@ -192,11 +192,11 @@ def write_reason(error: OSError) -> str:
 
 @contextmanager
 def writing_to(out: str) -> Iterator[None]:
-    """Raise UserError for errors of the disk while writing below the folder `out`."""
+    """Raise UserError for OSErrors while writing below the folder `out`."""
     try:
         yield
     except OSError as error:
-        # A write that the disk rejects names no file.
+        # OSErrors of writes have no file name.
         file = "" if error.filename is None else f" ({error.filename})"
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(

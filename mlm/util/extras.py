@@ -1,6 +1,6 @@
-"""Optional packages, imported when an input or setting needs them; the Hugging Face Hub's only if it answers.
+"""Optional packages, imported when an input or setting needs them.
 
-The Hub's libraries retry for half a minute without a network.
+Without a network the Hub's libraries would retry for half a minute; they are set offline then.
 """
 
 import os
@@ -16,13 +16,13 @@ from mlm.util.errors import UserError
 
 OFFLINE = "HF_HUB_OFFLINE"
 SETTINGS = {"huggingface_hub.constants": (OFFLINE,), "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE")}
-"""Modules in which libraries that are already imported keep the setting."""
+"""Modules and attributes in which imported libraries keep the setting."""
 
 
 def load_extra(module: str, setting: str, extra: str = "data") -> Any:
-    """Import a module of an extra, mlm[data]. Raises UserError with the extra if it is not installed.
+    """Import a module of an extra such as mlm[data]. Raises UserError if the extra is not installed.
 
-    `setting` is the setting that needs it, as the user typed it: `input=text.parquet`.
+    `setting`: the setting that needs it, as typed: `input=text.parquet`.
     """
     if module in ("datasets", "huggingface_hub"):
         go_offline_without_hub()
@@ -34,7 +34,7 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
 
 
 def go_offline_without_hub() -> None:
-    """Restrict the Hub's libraries to their cache, so that they fail at once, if the Hub is unreachable."""
+    """Restrict the Hub's libraries to their cache if the Hub is unreachable, so that they fail at once."""
     if os.environ.get(OFFLINE) is not None or is_reachable():
         return
     os.environ[OFFLINE] = "1"

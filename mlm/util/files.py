@@ -18,7 +18,7 @@ from mlm.util.errors import CorruptFileError, UserError, decode_problem, reading
 CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
 LONGEST_NAME = 255  # bytes
 WHOLE = 1 << 26
-"""Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
+"""Bytes up to which `sampled_digest` reads the full file: 64 MiB."""
 SAMPLES, SAMPLE = 64, 1 << 18
 """Number and size of the blocks read of a larger file: 256 KiB each, 16 MiB in all."""
 READABLE = "Name a file that can be read"
@@ -55,13 +55,13 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def partial_path(path: Path) -> Path:
-    """Return a hidden name for a file while it is written, .NAME.DIGITS.partial.
+    """Return a hidden name for an unfinished file, .NAME.DIGITS.partial.
 
-    No other process takes it, of this host or of another that shares the folder and has the same process ids.
+    Random digits: hosts that share the folder may have equal process ids.
     """
-    end = f".{int.from_bytes(os.urandom(6))}.partial"
-    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as much as a file system allows
-    return path.with_name(f".{os.fsdecode(name)}{end}")
+    suffix = f".{int.from_bytes(os.urandom(6))}.partial"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(suffix) - 1]  # file systems limit names
+    return path.with_name(f".{os.fsdecode(name)}{suffix}")
 
 
 def file_type(mode: int) -> str:
@@ -131,25 +131,23 @@ def sync(f: BinaryIO) -> None:
 def copy_bytes(source: Path, target: BinaryIO, count: int, *, begin: int = 0) -> None:
     """Append `count` bytes of a file, from byte `begin` on, to one open for writing.
 
-    The kernel copies, where it can; on some file systems only references. Raises CorruptFileError if the
-    source is shorter, OSError.
+    The kernel copies or shares blocks if it can. Raises CorruptFileError if the source is shorter, OSError.
     """
     target.flush()
     with open(source, "rb", buffering=0) as f:
         f.seek(begin)
-        left, copies = count, hasattr(os, "copy_file_range")  # not on macOS
-        try:
-            while copies and left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
-                left -= done
-        except OSError:  # not supported between these files: the rest is copied below
-            pass
-        target.seek(0, os.SEEK_END)  # the kernel moved the position behind the buffer's back
-        while left and (block := f.read(min(left, CHUNK))):
+        remaining = count
+        if hasattr(os, "copy_file_range"):  # not on macOS; four times as fast as the loop below
+            with suppress(OSError):  # not supported between these files
+                while remaining and (size := os.copy_file_range(f.fileno(), target.fileno(), remaining)):
+                    remaining -= size
+        target.seek(0, os.SEEK_END)  # the kernel has moved the position, unknown to the buffer
+        while remaining and (block := f.read(min(remaining, CHUNK))):
             target.write(block)
-            left -= len(block)
-    if left:
+            remaining -= len(block)
+    if remaining:
         raise CorruptFileError(
-            f"{source} is truncated: expected {begin + count} bytes, found {begin + count - left}"
+            f"{source} is truncated: expected {begin + count} bytes, found {begin + count - remaining}"
         )
 
 
@@ -183,10 +181,10 @@ def sampled_digest(path: Path) -> str:
 
 
 def digest_samples(size: int, read: Callable[[int, int], bytes]) -> str:
-    """Digest all of a file up to WHOLE bytes, else its size and SAMPLES blocks. `read` takes place and count.
+    """Digest a file up to WHOLE bytes, of a larger one its size and SAMPLES blocks; `read(begin, count)`.
 
-    The blocks are equally spaced, the first and the last included. A rewritten file differs in them; a single
-    changed byte between them is found by a full read alone.
+    The blocks are equally spaced and include both ends. They detect a rewritten file, not a single changed
+    byte between them.
     """
     if size <= WHOLE:
         h = xxhash.xxh3_128()
@@ -204,7 +202,7 @@ def digest_bytes(content: bytes) -> str:
 
 
 DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
-"""What `digest_name` returns."""
+"""Form of a digest."""
 
 
 def digest_name(h: "xxhash.xxh3_128") -> str:
@@ -215,19 +213,19 @@ def digest_name(h: "xxhash.xxh3_128") -> str:
 
 
 def whole_number(value: Any, most: int = (1 << 63) - 1) -> int:
-    """Return a number that a file gives. Raises ValueError for anything but an integer from 0 to `most`."""
+    """Return a number read from a file. Raises ValueError unless it is an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{str(value)[:40]} is no whole number in range")
     return value
 
 
 def read_bounded(path: Path, most: int, remedy: str) -> bytes:
-    """Read a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
+    """Read a regular file of at most `most` bytes.
 
-    Raises CorruptFileError, which ends in `remedy`, and OSError.
+    Raises OSError, and CorruptFileError, which ends in `remedy`, for a larger file, a pipe or a device.
     """
     with open_bounded(path, most, remedy) as f:
-        # `read` takes the memory that it is asked for, whatever the file holds
+        # `read` allocates the requested size, however small the file is.
         return f.read(min(most, max(os.fstat(f.fileno()).st_size, 1 << 20)) + 1)
 
 
@@ -253,7 +251,7 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
     most_digits = 300 if foreign else 20
 
     def parse_int(digits: str) -> int:
-        # Python would compute with a million digits for hours
+        # Converting a million digits would take hours.
         if len(digits) > most_digits or (abs(number := int(digits)) >> 64 and not foreign):
             raise ValueError(f"the number {digits[:20]}… is too large")
         return number
@@ -271,7 +269,7 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
-        if len(values) < len(pairs):  # means different things to different readers
+        if len(values) < len(pairs):  # readers differ on duplicates
             raise ValueError("a key occurs twice in one object")
         return values
 

@@ -1,4 +1,4 @@
-"""Locks between processes: one writer per folder, one builder per file, temporary folders that are in use.
+"""Locks between processes: one writer per folder, one builder per file, temporary folders in use.
 
 The kernel holds a lock (flock) and releases it when its process dies, however it dies: nothing is stale after
 a crash. It holds across hosts where the shared file system supports it (NFS 4, GPFS, Lustre mounted with
@@ -27,13 +27,13 @@ LOCK = ".lock"
 HELD = "held"
 """Lock of a temporary folder."""
 WAIT_S = 10.0
-"""A run that is started again may overlap with the last moments of the one that was killed."""
+"""Seconds in which a killed run may still be ending when it is restarted."""
 TAKEN = (errno.EAGAIN, errno.EACCES)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class LockError(OSError):
-    """The file is there, but the file system fails to lock it."""
+    """The file exists, but the file system cannot lock it."""
 
 
 class Lock:
@@ -53,12 +53,12 @@ class Lock:
 
         Raises LockError, and OSError for a file that cannot be opened.
         """
-        end = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             descriptor = open_regular(self.path, self._flags)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # else of a file that its last holder has deleted: try the one that is there now
+                # The last holder may have deleted the file: then lock the new one.
                 if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                     self._descriptor, descriptor = descriptor, -1
                     return True
@@ -67,7 +67,7 @@ class Lock:
             except OSError as error:
                 if error.errno not in TAKEN:
                     raise LockError(error.errno, error.strerror, str(self.path)) from error
-                if time.monotonic() >= end:
+                if time.monotonic() >= deadline:
                     return False
                 time.sleep(0.05)
             finally:
@@ -75,7 +75,7 @@ class Lock:
                     os.close(descriptor)
 
     def is_held(self) -> bool:
-        """True if a process holds the lock; False if the file is absent, unreadable or not to be locked."""
+        """True if a process holds the lock; False if the file is absent, unreadable or cannot be locked."""
         with suppress(OSError):
             descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
@@ -99,7 +99,7 @@ class Lock:
     def sign(self) -> None:
         assert self._descriptor is not None
         note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
-        with suppress(OSError):  # a full disk holds no note; the lock is held, and pruning frees the disk
+        with suppress(OSError):  # a full disk: the lock holds without a note
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
 
@@ -108,7 +108,7 @@ class Lock:
         return "process {pid} on {host} since {since}".format(**note) if note else "another process"
 
     def note(self) -> dict[str, str | int]:
-        """Return host, pid and since that `sign` wrote; empty if they cannot be read."""
+        """Return host, pid and since as `sign` wrote them; empty if unreadable."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
@@ -125,17 +125,15 @@ def single_writer(
 ) -> Iterator[None]:
     """Be the only process that writes checkpoints in `folder` (made if absent) while inside.
 
-    On a file system that cannot lock, warn and lock nothing. `setting` is the key that named the folder. A
-    trial makes nothing.
-
-    Raises UserError, after `wait_s` seconds, if another process has it, named by host and process; and if the
-    folder cannot be written.
+    On a file system that cannot lock, warn and lock nothing. `setting`: the key of the folder. A trial writes
+    nothing. Raises UserError if another process holds the lock after `wait_s` seconds, or the folder is not
+    writable.
     """
     lock = Lock(folder / LOCK, create=not is_trial)
     is_free = is_trial and not lock.path.exists()
     try:
         if is_free:
-            # the folder, or the one that it would be made in
+            # The folder, or its nearest existing parent.
             existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
@@ -149,7 +147,7 @@ def single_writer(
                 "folder on another"
             ) from error
         log.warning("%s cannot be locked here: let no two runs write to it at once", folder)
-    except FileNotFoundError as error:  # a temporary folder, which its last writer has deleted
+    except FileNotFoundError as error:  # the last writer deleted a temporary folder
         problem = f"{folder}: another process has ended here and deleted it"
         raise UserError(f"{problem}; set {setting}=… to another folder, or run this again") from error
     except OSError as error:
@@ -173,8 +171,8 @@ def single_writer(
 def single_builder(path: Path, wait_s: float = 600.0) -> Iterator[None]:
     """Let one process at a time make the file `path`: ranks and other runs wait for it.
 
-    This saves work and nothing depends on it: where nothing can be locked (a read-only folder, a file system
-    without flock), or the lock stays taken for `wait_s` seconds (a stopped holder), all processes go in.
+    It only saves work: without a lock (a read-only folder, no flock), or after `wait_s` seconds (a stopped
+    holder), all processes enter.
     """
     lock = Lock(path.with_name(f".{path.name}.lock"))
     with suppress(OSError):
@@ -195,7 +193,7 @@ def held_folder(folder: Path) -> Iterator[Path]:
     """
     lock = Lock(folder / HELD)
     try:
-        with suppress(OSError):  # where nothing can be locked, nothing is removed later either
+        with suppress(OSError):  # without flock `remove_abandoned` removes nothing
             if lock.take():
                 lock.sign()
         yield folder
@@ -205,9 +203,9 @@ def held_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path, pattern: str) -> None:
-    """Delete this user's temporary folders whose process has ended. Never raises: nothing depends on it.
+    """Delete this user's temporary folders whose process has ended. Never raises.
 
-    Across hosts a file system may not lock, so a folder of another host is left alone for an hour.
+    Locks may not hold across hosts, so folders of another host stay for an hour.
     """
     for folder in parent.glob(pattern):
         with suppress(OSError):
@@ -215,7 +213,7 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
             is_old = time.time() - status.st_mtime > 3600
-            is_here = lock.path.exists() and lock.note().get("host") == socket.gethostname()
-            if (is_old or is_here) and (not lock.path.exists() or lock.take()):
+            is_local = lock.path.exists() and lock.note().get("host") == socket.gethostname()
+            if (is_old or is_local) and (not lock.path.exists() or lock.take()):
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.release()

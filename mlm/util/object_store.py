@@ -1,7 +1,7 @@
 """Objects of S3-compatible stores: listing, reading by ranges, uploads, and errors of a store in one line.
 
 botocore finds endpoint, region and credentials as it does for every program (AWS_ENDPOINT_URL, AWS_PROFILE,
-~/.aws): they are not settings of mlm, so none is saved. Of a store's answers only the error code is shown.
+~/.aws); mlm neither has such settings nor saves them. Errors show only the error code of a response.
 s3fs and botocore retry with back-off; an object that changes while it is read is an error (If-Match).
 """
 
@@ -17,12 +17,12 @@ from mlm.util.extras import load_extra
 
 S3 = "s3://"
 ATTEMPTS = 6
-"""botocore's, with random pauses that double: 16 s on average. s3fs repeats all of them 5 times where the
-store does not answer, and bodies that are truncated."""
+"""Attempts of botocore, with random doubling pauses: 16 s on average. s3fs repeats them 5 times if the store
+does not respond or truncates bodies."""
 PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
 CONCURRENT = 32  # requests at a time
 UPLOADS = 3
-"""Times that an object is written whose content then is truncated."""
+"""Attempts to write an object whose content is truncated."""
 TRUNCATED = f"truncated in each of {UPLOADS} uploads; check the network"
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 
@@ -34,7 +34,7 @@ class StoredObject:
     url: str
     bytes: int
     etag: str
-    """Identity of its content, which the store gives."""
+    """The store's identifier of its content."""
 
     @property
     def digest(self) -> str:
@@ -46,13 +46,13 @@ def is_stored(path: str | None) -> bool:
 
 
 def split_step(url: str) -> tuple[str, int | None]:
-    """Split `s3://BUCKET/PREFIX@STEP` into the URL of a mirror and the step; None for a URL without one."""
+    """Split `s3://BUCKET/PREFIX@STEP` into URL and step; None without a step."""
     match = re.fullmatch(r"(s3://.*[^/])@(\d{1,18})", url)
     return (match[1], int(match[2])) if match else (url, None)
 
 
 def url_problem(key: str, url: str) -> Problem | None:
-    """The problem of a text that is not a URL of a bucket, or holds credentials, which are not repeated."""
+    """The problem of a text that is no bucket URL, or holds credentials, which are not printed."""
     if not is_stored(url):
         return Problem.at(key, url, "no URL of an object store", f"write {key}=s3://BUCKET/NAME")
     bucket = url.removeprefix(S3).partition("/")[0]
@@ -63,13 +63,13 @@ def url_problem(key: str, url: str) -> Problem | None:
 
 
 def open_store(url: str, etag: str | None = None) -> Any:
-    """Return s3fs's file system; with `etag`, one that reads that state of an object and no other."""
+    """Return s3fs's file system; with `etag`, reads of other object contents fail."""
     s3fs = load_extra("s3fs", url, "cloud")
     return s3fs.S3FileSystem(
         use_listings_cache=False,
         config_kwargs={
             "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
-            "max_pool_connections": CONCURRENT,  # botocore's 10 would let the others wait
+            "max_pool_connections": CONCURRENT,  # botocore's default is 10
             "connect_timeout": 10,
             "read_timeout": 30,
         },
@@ -78,7 +78,7 @@ def open_store(url: str, etag: str | None = None) -> Any:
 
 
 def list_objects(url: str, depth: int | None = None) -> list[StoredObject]:
-    """Return the object `url`, or those below it, sorted by name; none is an empty list. Raises UserError."""
+    """Return the object `url`, or all objects below it, sorted by name. Raises UserError."""
     with explain_store_errors(url):
         entries = open_store(url).find(url, maxdepth=depth, detail=True)
     return [
@@ -108,7 +108,7 @@ def open_object(url: str, etag: str | None = None) -> Any:
 
 
 def read_object(url: str, most: int) -> bytes | None:
-    """Return an object of at most `most` bytes; None if it is not there. Raises UserError."""
+    """Return an object of at most `most` bytes; None if it does not exist. Raises UserError."""
     stored = next((stored for stored in list_objects(url) if stored.url == url), None)
     if stored is None:
         return None
@@ -118,9 +118,9 @@ def read_object(url: str, most: int) -> bytes | None:
 
 
 def write_object(url: str, content: bytes) -> None:
-    """Replace an object at once: readers see the old one or the new one. Raises UserError.
+    """Replace an object atomically. Raises UserError.
 
-    Its size is compared: a proxy or a store may take a truncated body for the whole.
+    Compares its size: a proxy or a store may accept a truncated body.
     """
     with explain_store_errors(url, "write"):
         for _ in range(UPLOADS):
@@ -154,27 +154,27 @@ def delete_folder(url: str) -> None:
 
 @contextmanager
 def explain_store_errors(url: str, verb: str = "read") -> Iterator[None]:
-    """Turn errors of a store into a UserError of one line, which quotes nothing that the store answered."""
+    """Turn errors of a store into a one-line UserError without the text of its response."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of s3fs, botocore, aiohttp and asyncio: no base class in common
-        first: BaseException = error
-        while first.__cause__ is not None:
-            first = first.__cause__
-        code = str(getattr(first, "response", {}).get("Error", {}).get("Code", ""))
-        name = code if code.isalnum() else type(first).__name__
+    except Exception as error:  # s3fs, botocore, aiohttp and asyncio share no base class
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        code = str(getattr(cause, "response", {}).get("Error", {}).get("Code", ""))
+        name = code if code.isalnum() else type(cause).__name__
         problem = f"not {'readable' if verb == 'read' else 'writable'} after several attempts ({name})"
-        again = ", and run the same command again" if verb == "read" else ""
-        fix = f"check the network and AWS_ENDPOINT_URL{again}"
+        retry = ", and run the same command again" if verb == "read" else ""
+        fix = f"check the network and AWS_ENDPOINT_URL{retry}"
         if isinstance(error, FileNotFoundError):
             problem = f"no such {'bucket' if code == 'NoSuchBucket' else 'object'}"
             fix = "correct the URL"
         elif isinstance(error, PermissionError) or name in NO_CREDENTIALS:
             problem = f"access denied ({name})"
-            fix = f"give credentials that may {verb} it (AWS_PROFILE, ~/.aws){again}"
-            open_store(url).clear_instance_cache()  # another attempt looks for credentials again
+            fix = f"give credentials that may {verb} it (AWS_PROFILE, ~/.aws){retry}"
+            open_store(url).clear_instance_cache()  # the next attempt reads credentials again
         elif code == "PreconditionFailed":
             problem, fix = "changed while it was read", "start again with what it holds now"
         raise UserError(f"{url}: {problem}; {fix}") from None

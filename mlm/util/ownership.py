@@ -1,11 +1,10 @@
-"""Ownership of files: the one rule on what mlm may write, replace and delete.
+"""Ownership of files: the rule on what mlm may write, replace and delete.
 
-A folder is ours if it carries our marker, `.mlm.json`, which names its type. `claim_folder` makes one, or
-takes over a folder in which none of the names that a command writes is taken; `delete_owned` deletes the
-names that mlm writes there, and follows no link. A result is a regular file, which `write_result` replaces
-only if mlm wrote it (mlm/util/results.py).
+mlm owns a folder with its marker, `.mlm.json`, which names the folder's type. `claim_folder` makes one, or
+adopts a folder without any of the names that a command writes; `delete_owned` deletes these names, and
+follows no link. A result is a regular file, which `write_result` replaces only if mlm wrote it (results.py).
 
-No input, no ancestor of one, and neither the working directory, home nor the root is ever claimed or deleted.
+Inputs, their parents, the working directory, home and the root are never claimed or deleted.
 """
 
 import errno
@@ -30,7 +29,7 @@ RUN_SETTINGS = "config.yaml"
 """File of a run directory with its composed configuration."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
-LOCK = ".lock"  # of a folder of checkpoints: made before anything else
+LOCK = ".lock"  # first file in a folder of checkpoints
 STDOUT = "-"
 HUB = "hub:"
 
@@ -42,9 +41,9 @@ class FolderType:
     noun: str
     """In messages: "a run"."""
     writes: tuple[str, ...] = ()
-    """Patterns of the names written at its top: in the way if they exist, and deleted by `delete_owned`."""
+    """Patterns of names at its top level, which must not exist before and which `delete_owned` deletes."""
     inside: tuple[str, ...] = ()
-    """Patterns of the names written in its subfolders; none: all of these folders is ours."""
+    """Patterns of names written in its subfolders; empty: all of their content."""
 
 
 KINDS: dict[str, FolderType] = {
@@ -96,9 +95,9 @@ def claim_folder(
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
+    """Make a folder, or adopt an existing one, and mark it; see `claim_problems`.
 
-    Raises UserError if a user's file is in the way, OSError.
+    Raises UserError if a user's file would be replaced, OSError.
     """
     if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
         raise UserError(problems[0])
@@ -127,37 +126,37 @@ def claim_problems(
         key: the key that named the folder, for messages.
         inputs: inputs of the command, as typed.
         writes: patterns of the names to write; None means the type's `writes`.
-        same: contents to write under some names: a file of just that content is not in the way.
+        same: contents to write by name; an existing file may have exactly this content.
     """
-    what, folder = f"{key}={path}", Path(path)
+    setting, folder = f"{key}={path}", Path(path)
     if str(path) == STDOUT:
-        return [f"{what}: standard output is not a folder; name a folder"]
+        return [f"{setting}: standard output is not a folder; name a folder"]
     try:
         if not os.path.lexists(folder):
             parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
             if parent.is_dir():
-                return rejected_place(what, folder, inputs)
-            return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
+                return rejected_place(setting, folder, inputs)
+            return [f"{setting}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
         if not folder.is_dir():
-            return [f"{what}: is {file_type_name(folder)}; name a new folder"]
+            return [f"{setting}: is {file_type_name(folder)}; name a new folder"]
         if (other := kind_of_folder(folder)) is not None:
             nouns = f"{KINDS[other].noun}, not {KINDS[kind].noun}"
-            return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
-        if problems := rejected_place(what, folder, inputs):
+            return [] if other == kind else [f"{setting}: holds {nouns}; name a new folder"]
+        if problems := rejected_place(setting, folder, inputs):
             return problems
         patterns, same = KINDS[kind].writes if writes is None else writes, same or {}
         for name in sorted(os.listdir(folder)):
             is_written = matches_any(name, patterns)
-            # also a marker that is not ours
+            # Reject foreign markers too.
             if name == MARKER or (is_written and not _is_replaceable(folder / name, same.get(name))):
-                return [f"{what}: holds {name}, which mlm did not write; name a new folder"]
+                return [f"{setting}: holds {name}, which mlm did not write; name a new folder"]
     except OSError as error:
-        return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
+        return [f"{setting}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
     return []
 
 
 def _is_replaceable(path: Path, content: bytes | None) -> bool:
-    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
+    """True for an empty file or folder, a folder with only a lock, or a file with exactly this content."""
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         return all(name == LOCK for name in os.listdir(path))
@@ -197,10 +196,10 @@ def delete_owned(
     names: Sequence[str] | None = None,
     keep_folder: bool = False,
 ) -> str | None:
-    """Delete what mlm wrote in one of its folders, then the folder if nothing else is in it.
+    """Delete the files of mlm in one of its folders, then the folder if it is empty.
 
-    `names`: patterns of what to delete; None means the type's `writes`. Returns a line on what is kept and
-    why, None if nothing is left. Never raises for what cannot be deleted.
+    `names`: patterns of names to delete; None means the type's `writes`. Returns a line on remaining files,
+    None without any. Raises no OSError.
     """
     folder = Path(path)
     try:
@@ -213,17 +212,17 @@ def delete_owned(
             return f"{problems[0].partition(';')[0]}: not deleted"
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
-            # also an incomplete file that a kill left (`partial_path`): .NAME.DIGITS.partial
+            # Incomplete files of a killed process too (`partial_path`): .NAME.DIGITS.partial
             stem, dot, digits = entry.removeprefix(".").removesuffix(".partial").rpartition(".")
             is_partial = entry.startswith(".") and entry.endswith(".partial") and dot and digits.isdigit()
             if matches_any(entry, patterns) or (is_partial and matches_any(stem, (*patterns, MARKER))):
                 _delete(folder / entry, KINDS[kind].inside)
-        left = sorted(set(os.listdir(folder)) - {MARKER})
+        others = sorted(set(os.listdir(folder)) - {MARKER})
         if not keep_folder:
             (folder / MARKER).unlink()
-        if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            return f"{path}: kept, as it holds {', '.join(left[:3])}{more}, which mlm did not write"
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            return f"{path}: kept, as it holds {', '.join(others[:3])}{more}, which mlm did not write"
         if marker.get("created") and not keep_folder and not folder.is_symlink():
             folder.rmdir()
     except OSError as error:
@@ -232,9 +231,9 @@ def delete_owned(
 
 
 def _delete(path: Path, inside: Sequence[str]) -> None:
-    """Delete a file, or in a folder what matches `inside` (no patterns: all) and then the empty folder.
+    """Delete a file, or names in a folder that match `inside` (all if empty), then the empty folder.
 
-    Links are kept: mlm makes none. Raises OSError.
+    Keeps links, as mlm makes none. Raises OSError.
     """
     if path.is_symlink():
         return
@@ -250,34 +249,34 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
             path.rmdir()
 
 
-# ---- places that are never ours
+# ---- places never claimed or deleted
 
 
 def rejected_place(
-    what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
+    setting: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
 ) -> list[str]:
-    """Return the reason never to claim or delete a folder, whatever its content. Raises OSError."""
+    """Return the problem of a folder that may never be claimed or deleted. Raises OSError."""
     path, cwd, home = real_path(folder), Path.cwd(), real_path(Path.home())
     reason = None
     if path == cwd or (deletes and path in cwd.parents):
         reason = "is the working directory" if path == cwd else "holds the working directory"
     elif path == home or path in home.parents:
         reason = "is your home folder" if path == home else "holds your home folder"
-    elif deletes and os.path.ismount(path):  # as `out`, containers receive a mounted volume
+    elif deletes and os.path.ismount(path):  # claimed as `out`, it may be a container's volume
         reason = "is the root of a file system"
-    for given in inputs if reason is None else ():
-        if (source := input_path(given)) is not None and (path == source or path in source.parents):
-            reason = f"is the input {given}" if path == source else f"holds the input {given}"
+    for name in inputs if reason is None else ():
+        if (source := input_path(name)) is not None and (path == source or path in source.parents):
+            reason = f"is the input {name}" if path == source else f"holds the input {name}"
             break
-    return [] if reason is None else [f"{what}: {reason}; name a new folder"]
+    return [] if reason is None else [f"{setting}: {reason}; name a new folder"]
 
 
-def input_path(given: str | Path | None) -> Path | None:
-    """Return the file or folder that an input names: of a glob its first folder, of a prefix its .bin.
+def input_path(path: str | Path | None) -> Path | None:
+    """Return the existing path of an input: a glob's first folder, a prefix's .bin.
 
-    None if there is nothing: an id of the Hub, a misspelled path.
+    None if nothing exists: a Hub id, a misspelled path.
     """
-    text = "" if given is None else str(given)
+    text = "" if path is None else str(path)
     if not text or text.startswith(HUB) or text == STDOUT:
         return None
     for name in (text, f"{text}.bin"):
@@ -290,7 +289,7 @@ def input_path(given: str | Path | None) -> Path | None:
 
 
 def real_path(path: str | Path) -> Path:
-    """The path without links. A loop of links, at which Path.resolve raises, stays as it is."""
+    """Resolve links; a loop of links stays as it is, where Path.resolve raises."""
     return Path(os.path.realpath(path))
 
 
@@ -318,13 +317,13 @@ def user_name(number: int) -> str:
 
 
 def read_obstacle(path: str) -> str | None:
-    """The obstacle to reading a path for this user, in words; None if they may, or nothing is there."""
+    """The reason why this user cannot read a path; None if they can, or it does not exist."""
     target = Path(path)
     for folder in (*reversed(target.absolute().parents), target):
         try:
             mode = folder.stat().st_mode & 0o777
-            wanted = os.R_OK if folder is target else os.X_OK
-            if not os.access(folder, wanted | (os.X_OK if folder.is_dir() else 0)):
+            access = os.R_OK if folder is target else os.X_OK
+            if not os.access(folder, access | (os.X_OK if folder.is_dir() else 0)):
                 return f"permission denied: {folder} belongs to {owner_of(folder)} (mode {mode:03o})"
         except OSError:
             return None

@@ -1,4 +1,4 @@
-"""Files that a user names for results (out=): the writing, and the rules on replacement.
+"""Result files (out=): writing, and rules on replacing existing files.
 
 `-` is standard output; a character device or a FIFO is written to and never replaced; a link is followed to
 its file. A regular file is replaced only if mlm wrote it, and never if the command reads it.
@@ -30,7 +30,7 @@ from mlm.util.ownership import (
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
-HEAD = 1 << 12  # bytes of a file in which its mark is
+HEAD = 1 << 12  # bytes at a file's beginning that hold its mark
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result in JSON names the version of mlm that wrote it."""
 CREATOR = "mlm"
@@ -45,7 +45,7 @@ MARKS = {
     b"layout,tp,cp,ep,expert_tp,pp,vp,dp,": b"",  # CSV of `mlm plan layouts` and `mlm plan`
     b"rank,stage,parameters,moment,memory_bytes,": b"",
 }
-"""Beginnings of other formats that mlm writes, and what tells ours from another program's."""
+"""First bytes of other formats that mlm writes, and the mark of mlm's files."""
 LINE = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
 """Keys of each line of a JSONL file that mlm writes: mlm generate out=."""
 
@@ -59,10 +59,10 @@ def write_result(
     key: str = "out",
     inputs: Iterable[str | Path | None] = (),
 ) -> None:
-    """Write a result to the target that a user named, to a regular file atomically.
+    """Write a result to a user's target; a regular file atomically.
 
-    A mapping is written as JSON, with the version of mlm. Raises UserError for a file that mlm did not write,
-    and for errors of the disk.
+    A mapping becomes JSON, with the version of mlm. Raises UserError for a file that mlm did not write, and
+    for OSErrors.
     """
     if isinstance(content, Mapping):
         versions = {} if VERSIONS & content.keys() else {"versions": {"mlm": mlm.__version__}}
@@ -94,7 +94,7 @@ def write_result(
 
 
 def save_result(out: str | None, content: Content | Mapping[str, Any], note: Callable[[str], object]) -> None:
-    """Write a result where `out` is given, into a folder that may be new, and say so. Raises UserError."""
+    """Write a result unless `out` is None, making its folder, and note the target. Raises UserError."""
     if out is not None:
         with writing_to(out):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -109,43 +109,43 @@ def result_problems(
     inputs: Iterable[str | Path | None] = (),
     content: Content = b"",
 ) -> list[str]:
-    """Return problems of writing a result to `path`, for a command's preflight. None: no result is wanted."""
+    """Return problems of writing a result to `path` (None: no result), for a command's preflight."""
     if path is None or str(path) == STDOUT:
         return []
-    what, file = f"{key}={path}", Path(path)
+    setting, file = f"{key}={path}", Path(path)
     try:
         if file.is_symlink() and not file.exists():
-            return [f"{what}: is a broken link; name another file, or delete it"]
+            return [f"{setting}: is a broken link; name another file, or delete it"]
         resolved = real_path(file)
-        manifest = resolved.parent / "manifest.json"  # a common name: other programs have manifests too
+        manifest = resolved.parent / "manifest.json"  # other programs use the name too
         if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
-            return [f"{what}: is in a checkpoint; name another file"]
+            return [f"{setting}: is in a checkpoint; name another file"]
         kind = kind_of_folder(resolved.parent)
         if kind in ("run", "corpus", "corpus-work") and matches_any(resolved.name, KINDS[kind].writes):
-            return [f"{what}: is a file of {KINDS[kind].noun}; name another file"]
+            return [f"{setting}: is a file of {KINDS[kind].noun}; name another file"]
         try:
             status = file.stat()
         except (FileNotFoundError, NotADirectoryError):
             return []
         mode = status.st_mode
         if stat.S_ISDIR(mode):
-            return [f"{what}: is a directory; name a file in it"]
+            return [f"{setting}: is a directory; name a file in it"]
         if _stream(file) is not None:
             return []
         if not stat.S_ISREG(mode):
-            return [f"{what}: is {file_type_name(file)}; name another file"]
-        for given in inputs:
-            source = input_path(given)
+            return [f"{setting}: is {file_type_name(file)}; name another file"]
+        for name in inputs:
+            source = input_path(name)
             if source is not None and source.exists() and os.path.samefile(file, source):
-                return [f"{what}: is the input {given}; name another file"]
+                return [f"{setting}: is the input {name}; name another file"]
         if isinstance(content, bytes) and status.st_size == len(content) and file.read_bytes() == content:
             return []
         if not is_result(file):
-            return [f"{what}: exists and was not written by mlm; name another file, or delete it"]
+            return [f"{setting}: exists and was not written by mlm; name another file, or delete it"]
         if not mode & 0o222:
-            return [f"{what}: is write-protected; name another file, or make it writable"]
+            return [f"{setting}: is write-protected; name another file, or make it writable"]
     except OSError as error:
-        return [f"{what}: {error.strerror}: choose a file that can be written"]
+        return [f"{setting}: {error.strerror}: choose a file that can be written"]
     return []
 
 
@@ -165,7 +165,7 @@ def is_result(path: Path) -> bool:
     if not isinstance(value, dict):
         return False
     form = str(value.get("format"))
-    # parts of folders that mlm makes are not results, wherever they are copied
+    # Parts of mlm's folders are not results, even as copies.
     if form.startswith(("mlm-checkpoint", "mlm-corpus", "mlm-folder")) and "task" not in value:
         return False
     versions = [value[key] for key in VERSIONS & value.keys()]
@@ -179,12 +179,10 @@ def _parse_or_none(content: bytes) -> Any:
         return None
 
 
-def folder_problem(
-    path: str | Path | None, key: str = "out", *, makes_folders: bool = False
-) -> Problem | None:
-    """Return the problem of a result whose folder does not exist or cannot be written to.
+def folder_problem(path: str | Path | None, *, makes_folders: bool = False) -> Problem | None:
+    """Return the problem of `out` whose folder does not exist or is not writable.
 
-    With `makes_folders` the command makes missing folders, so that the nearest that exists counts.
+    With `makes_folders` the command makes missing folders: check the nearest existing parent.
     """
     if path is None or is_stream(path):
         return None
@@ -193,16 +191,16 @@ def folder_problem(
         folder = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return None
-    fix = "name a file in one that is" + f", such as {key}={file.name}" * os.access(".", os.W_OK)
-    return Problem.at(key, str(path), f"{folder} is no folder that can be written", fix)
+    fix = "name a file in one that is" + f", such as out={file.name}" * os.access(".", os.W_OK)
+    return Problem.at("out", str(path), f"{folder} is no folder that can be written", fix)
 
 
 def rename_earlier_result(
     out: Path, result: Mapping[str, Any], identity: Callable[[Mapping[str, Any]], str]
 ) -> Path | None:
-    """Give the result of another evaluation at `out` a name with its digest; return it, None without one.
+    """Rename another evaluation's result at `out` to a name with its digest; return it, None without one.
 
-    `identity` returns the digest of all that the scores of a result depend on.
+    `identity` returns the digest of everything that the scores of a result depend on.
     """
     try:
         earlier = _parse_or_none(read_regular(out))
@@ -235,7 +233,7 @@ def is_stream(path: str | Path | None) -> bool:
 
 
 def _stream(path: Path) -> int | str | None:
-    """Return the target to write to directly: a device or FIFO by path, our streams by number."""
+    """Return the target to write to directly: a device or FIFO by path, standard streams by number."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -249,7 +247,7 @@ def _stream(path: Path) -> int | str | None:
 
 @contextmanager
 def results_alone_on_stdout() -> Iterator[None]:
-    """Send tables and notes to standard error while inside; standard output gets results alone (out=-)."""
+    """Redirect printed output to standard error while inside; standard output gets results alone (out=-)."""
     if _results.get() is not None:
         yield
         return

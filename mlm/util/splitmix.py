@@ -1,4 +1,4 @@
-"""SplitMix64: hashes, and random numbers whose n-th draw is computed alone, for whole arrays at once.
+"""SplitMix64: hashes and counter-based random numbers for arrays.
 
 Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". Output n of a stream is
 the mix of state + (n + 1) * GOLDEN. An output may serve as the state of another stream, so a draw has a path,
@@ -18,7 +18,7 @@ Bits = NDArray[np.uint64]
 
 
 def mix(bits: Bits) -> Bits:
-    """Spread each number over its 64 bits, one to one, in place; return the array."""
+    """Mix the 64 bits of each number, one to one, in place; return the array."""
     shifted = bits >> np.uint64(SHIFTS[0])
     bits ^= shifted
     bits *= np.uint64(FACTORS[0])
@@ -31,14 +31,14 @@ def mix(bits: Bits) -> Bits:
 
 
 def mix_int(bits: int) -> int:
-    """Mix one Python integer below 2^64, without the cost of an array."""
+    """Mix one Python integer below 2^64, faster than an array of one."""
     bits = ((bits ^ bits >> SHIFTS[0]) * FACTORS[0]) & MASK
     bits = ((bits ^ bits >> SHIFTS[1]) * FACTORS[1]) & MASK
     return bits ^ bits >> SHIFTS[2]
 
 
 def root(seed: int) -> Bits:
-    """State of a seed's stream: uint64 [1]."""
+    """State of a seed's stream, uint64 [1]."""
     return np.array([seed % (1 << 64)], dtype=np.uint64)
 
 

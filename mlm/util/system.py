@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -20,14 +21,14 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def host_memory() -> int:
-    """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
+    """Bytes of memory of this host, or its container's limit."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_bytes("memory.max")
     return most if limit is None else min(most, limit)
 
 
 def available_memory() -> int:
-    """Bytes of memory that this host's programs can still have, or less in a container."""
+    """Free bytes of memory of this host, or within its container's limit."""
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
@@ -38,7 +39,7 @@ def available_memory() -> int:
 
 
 def _cgroup_bytes(name: str) -> int | None:
-    """Value of this process's container; None without a container or a limit."""
+    """Value of this process's cgroup; None without a container or a limit."""
     try:
         text = (CGROUP / name).read_text().strip()
     except OSError:
@@ -50,29 +51,42 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+POLL_S = 0.02
+
+
+def poll(timeout_s: float, longest_s: float = 0.25) -> Iterator[float]:
+    """Yield the remaining seconds, at least once, with growing pauses until `timeout_s` has passed."""
+    end, pause = time.monotonic() + timeout_s, POLL_S
+    while True:
+        yield end - time.monotonic()
+        if time.monotonic() + pause >= end:
+            return
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest_s)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL.
 
-    Linux alone does.
+    Linux only.
     """
     pr_set_pdeathsig, library = 1, ctypes.CDLL(None, use_errno=True)  # linux/prctl.h
     if hasattr(library, "prctl"):
         library.prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # it died earlier
         os._exit(1)
 
 
 class LastingStream:
-    """A text stream whose loss does not end the program: `| head` has left, `tee` is dead, the disk is full.
+    """A text stream whose loss does not end the program: `| head` has exited, the disk is full.
 
-    What cannot be written is dropped from then on, and a line on stderr says so; none where the reader of a
-    pipe has left and `reader_may_leave`.
+    Later output is dropped, with one line on stderr; without it if `reader_may_leave` and a pipe was closed.
     """
 
     stream: TextIO
 
     def __init__(self, stream: TextIO, consequence: str, *, reader_may_leave: bool = False) -> None:
-        # The newest of several names what is lost.
+        # Unwrap: the newest wrapper names the consequence.
         inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
         self.stream, self.consequence, self.reader_may_leave = inner, consequence, reader_may_leave
         self.is_lost = self.has_failed = False
@@ -95,7 +109,7 @@ class LastingStream:
     def _lose(self, error: OSError) -> None:
         self.is_lost = True
         self.has_failed = not (self.reader_may_leave and error.errno == errno.EPIPE)
-        with suppress(OSError, ValueError):  # what is still buffered would fail at exit
+        with suppress(OSError, ValueError):  # buffered text would fail at exit
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self.stream.fileno())
             os.close(devnull)
@@ -109,13 +123,13 @@ class LastingStream:
 
 @contextmanager
 def writable_streams() -> Iterator[LastingStream]:
-    """Standard streams that take every text while inside; yields standard output."""
+    """Make standard streams accept every text while inside; yield standard output."""
     before = sys.stdout, sys.stderr
-    # Python has None for a stream that was closed before it started (`>&-`); a low descriptor is reused.
+    # A stream closed before the start (`>&-`) is None; a later file could get its descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # characters that the encoding lacks are written as `\u2026` instead of raising an error
+        # Write characters that the encoding lacks as `\u2026` instead of raising an error.
         reconfigure = getattr(stream, "reconfigure", None)
         encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
         is_lossless = errors == "surrogateescape" and encoding.lower() in ("utf-8", "utf8")
@@ -131,14 +145,13 @@ def writable_streams() -> Iterator[LastingStream]:
 
 
 WARNED = set[str]()
-"""Texts of the warnings of a command so far."""
+"""Warnings printed so far."""
 
 
 def warn_once(printed: Iterable[str] = (), *, is_heard: bool = True) -> None:
-    """Print each warning of a command once: its checks, and the run, come upon the same.
+    """Print each warning of a command once, though checks and the run repeat it.
 
-    `printed` are texts that another process of it has printed. One that is not heard, as it has the same to
-    say as the first rank of its host, prints none.
+    `printed`: warnings that the parent process has printed. Without `is_heard` (later ranks of a host) none.
     """
     WARNED.clear()
     WARNED.update(printed)
@@ -157,8 +170,8 @@ def resolve(target: str) -> Any:
     """The function that an import string names: `mlm.evaluate.loss:run`."""
     path, _, name = target.partition(":")
     if path not in sys.modules:
-        # Python would look through the hundred thousands of objects of torch ten times while they are
-        # defined, and again whenever a quarter more has come: a tenth of what the imports take.
+        # Garbage collections during the import of torch, and of its objects later, find nothing and take a
+        # tenth of the import's time.
         was_on = gc.isenabled()
         gc.disable()
         try:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -26,14 +27,16 @@ from rich.text import Text
 from mlm.util.errors import escape_controls
 
 Advance = Callable[[int], None]
+format_bytes = decimal
+"""Bytes in the largest decimal unit: 1.2 MB."""
 LINE_S = 60.0
 """Seconds between lines of progress in a log."""
 
 
 class Screen(Console):
-    """A console that writes escape codes to terminals alone, and strings without control characters.
+    """A console that escapes control characters, and writes escape codes to terminals alone.
 
-    Whatever FORCE_COLOR says: notebooks set it for the commands that they start.
+    Ignores FORCE_COLOR, which notebooks set for their child processes.
     """
 
     def __init__(self, *, stderr: bool = False, **options: Any) -> None:
@@ -51,7 +54,7 @@ class Screen(Console):
 
 
 def console() -> Screen:
-    """Return a console for tables that interprets no markup in the values it prints."""
+    """Return a console for tables that prints markup literally."""
     return Screen(highlight=False, markup=False, soft_wrap=True)
 
 
@@ -62,14 +65,14 @@ def one_line(value: object) -> str:
 
 
 def safe_text(text: str) -> str:
-    """A text of many lines for standard output: on a terminal, without control characters."""
+    """Replace control characters of a multi-line text if standard output is a terminal."""
     if not sys.stdout.isatty():
         return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table of names and numbers, none truncated. A column that ends in "#" holds numbers."""
+    """A table without truncation. A column whose name ends in "#" holds numbers."""
     grid = Table(
         title=Text(one_line(title)),
         title_justify="left",
@@ -88,22 +91,12 @@ def add_row(grid: Table, *cells: object) -> None:
     grid.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
-def format_bytes(count: int) -> str:
-    """Bytes in the largest decimal unit: 1.2 MB."""
-    number = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:,.1f} TB"
-
-
 @contextmanager
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
-    """Show a progress bar on stderr, removed when done; yields a function to call with the number just done.
+    """Show a progress bar on stderr, removed at the end; yield a function that advances it by a count.
 
-    With `in_bytes` it counts bytes, with their rate. If stderr is not a terminal, a line is printed each
-    minute instead; nothing if not `shown`.
+    With `in_bytes` it shows bytes and their rate. If stderr is no terminal, prints a line each minute
+    instead; nothing if not `shown`.
     """
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn(title), BarColumn(), *counts, TimeRemainingColumn())
@@ -126,7 +119,7 @@ class ProgressLines:
         self.number: Callable[[int], str] = format_bytes if in_bytes else "{:,}".format
         self.done, self.printed = 0, clock()
         self.first: tuple[float, int] | None = None
-        """Time and number of the first advance: an earlier command may have done that number."""
+        """Time and count of the first advance, which may include work of an earlier command."""
 
     def advance(self, count: int) -> None:
         self.done += count
@@ -134,9 +127,9 @@ class ProgressLines:
         self.first = self.first or (now, self.done)
         if now - self.printed >= LINE_S:
             self.printed = now
-            begin, before = self.first
+            start, initial = self.first
             line = f"{self.title}: {self.number(self.done)} of {self.number(self.total)}"
-            if self.done > before:  # the rate is known
-                seconds = (self.total - self.done) * (now - begin) / (self.done - before)
+            if self.done > initial:
+                seconds = (self.total - self.done) * (now - start) / (self.done - initial)
                 line += f", {timedelta(seconds=round(seconds))} left"
             print(line, file=sys.stderr, flush=True)

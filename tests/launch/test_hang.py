@@ -157,13 +157,12 @@ def test_a_rank_that_wakes_when_the_store_is_gone_reports_without_frames_of_torc
 
 def test_flight_recorder_writes_beside_the_logs(tmp_path: Path) -> None:
     variables = flight_recorder({}, tmp_path)
-    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     assert Path(variables["TORCH_FR_DUMP_TEMP_FILE"]).parent == tmp_path
     assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     set_by_user = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/",
+        "TORCH_FR_BUFFER_SIZE": "9",
+        "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/",
     }
     assert flight_recorder(set_by_user, tmp_path) == {}
 
@@ -192,7 +191,7 @@ def test_the_cause_is_an_exception_before_a_death_before_a_lost_peer(tmp_path: P
 def test_rank_that_leaves_silently_is_named_with_its_exit_code_and_last_lines(tmp_path: Path) -> None:
     log_path(tmp_path, 1).write_text("about to allocate too much\n")
     text, code = report(
-        [], [ProcessEnd(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path, kept="; none was saved"
+        [], [ProcessEnd(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path, note="; none was saved"
     )
     first, *rest = text.splitlines()
     assert first == "mlm: rank 1 (pid 99) left with exit code 7; none was saved"

@@ -31,7 +31,6 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(network.socket, "getfqdn", socket.gethostname)
-    monkeypatch.setattr(network, "RESOLVE_POLL_S", 0.0)
     return asked
 
 
@@ -67,7 +66,7 @@ def test_name_that_the_cluster_registers_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, resolver: list[str]
 ) -> None:
     named(monkeypatch, "node1")
-    monkeypatch.setattr(network.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9"))
+    monkeypatch.setattr("time.sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9"))
     check_addresses(place("late"), {}, wait_s=60.0)
     assert resolver[:2] == ["late", "late"]
 

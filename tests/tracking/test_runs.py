@@ -117,7 +117,7 @@ def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None
     (run / "eval-loss.json").write_text('{"task": "loss", "loss": NaN}')
     found = read_run(run, "a")
     assert [name for name, _ in found.scores] == ["eval-loss.json"]
-    assert found.kept == {"step-1"}
+    assert found.checkpoints == {"step-1"}
 
 
 @pytest.mark.parametrize("value", [None, True, "1", math.nan, math.inf, 10**400, [1]])

@@ -52,7 +52,7 @@ def run(config: CkptInspectConfig) -> None:
 
 
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
-    """Facts of a checkpoint in words, by name; an empty text for what its manifest lacks."""
+    """Printed facts of a checkpoint by name; empty if its manifest lacks one."""
     source = dig(result, "state", "source")
     samples, tokens = (
         f"{count:,}" if type(count) is int else ""

@@ -28,19 +28,19 @@ def run(config: CkptRollbackConfig) -> None:
     if is_stored(config.ckpt):
         url, step = split_step(config.ckpt)
         mirror = Mirror(url)
-        before = latest_name(mirror.root)
+        previous = latest_name(mirror.root)
         step = mirror.choose_step(config.step if step is None else step, "step")
         moves = move_latest(mirror.root, step)
         mirror.write()
         line = f"a run continues from it: type its command with what is to change, or resume={one_line(url)}"
-        return print_result(url, mirror.root / step_name(step), before, moves, line)
-    root, alone = locate(config.ckpt)
-    if alone:
+        return print_result(url, mirror.root / step_name(step), previous, moves, line)
+    root, is_single = locate(config.ckpt)
+    if is_single:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
     with single_writer(root, setting="ckpt"):
         try:
-            before, since = latest_name(root), diverged_since(root.parent / FILE_NAME)
-            step = choose_step(root, config.step, since=since, problem_of=cache(content_problem))
+            previous, bad_step = latest_name(root), diverged_since(root.parent / FILE_NAME)
+            step = choose_step(root, config.step, since=bad_step, problem_of=cache(content_problem))
             moves = move_latest(root, step)
         except OSError as error:
             raise CheckpointError(
@@ -48,7 +48,7 @@ def run(config: CkptRollbackConfig) -> None:
                 "space there"
             ) from error
     path = root / step_name(step)
-    print_result(config.ckpt, path, before, moves, continuation(root, path))
+    print_result(config.ckpt, path, previous, moves, continuation(root, path))
     later = [path for n, path in checkpoints(root.parent / BEST / CHECKPOINTS).items() if n > step]
     for path in later if root.parent.name != BEST else ():
         line = f"note: {path} validated best and stays: ckpt={config.ckpt} takes it until a run keeps another"
@@ -56,7 +56,7 @@ def run(config: CkptRollbackConfig) -> None:
 
 
 def continuation(root: Path, path: Path) -> str:
-    """Return a line on what continues from a checkpoint of the folder `root`, or begins with its weights."""
+    """Return a line on how to continue from a checkpoint in `root`, or to begin with its weights."""
     run = root.parent if root.name == CHECKPOINTS else root
     if is_weights_only(read_manifest_head(path).state):
         return f"a run begins with these weights by ckpt={one_line(str(run))} and another out=…"
@@ -64,17 +64,17 @@ def continuation(root: Path, path: Path) -> str:
     return f"a run continues from {one_line(str(path))}: type its command with what is to change{resume}"
 
 
-def print_result(ckpt: str, path: Path, before: str | None, moves: Moves, continuation: str) -> None:
+def print_result(ckpt: str, path: Path, previous: str | None, moves: Moves, continuation: str) -> None:
     out = console()
-    if before == path.name and not moves:
+    if previous == path.name and not moves:
         out.print(f"latest is {one_line(path.name)} already: nothing to do")
     else:
-        out.print(f"latest is {one_line(path.name)}" + (f", it was {one_line(before)}" if before else ""))
+        out.print(f"latest is {one_line(path.name)}" + (f", it was {one_line(previous)}" if previous else ""))
     for old, new in moves:
         out.print(f"renamed {one_line(old.name)} to {one_line(new.name)}")
     if doubt := checkpoint_doubt(path):
         out.print(f"note: {one_line(path.name)} is doubtful: {one_line(doubt)}")
     out.print(continuation)
-    if before and before != path.name:
-        undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
+    if previous and previous != path.name:
+        undo = ["mlm", "ckpt", "rollback", ckpt, str(int(previous.rpartition("-")[2]))]
         out.print(f"until it does, this undoes it if that one is whole: {one_line(shlex.join(undo))}")

@@ -26,15 +26,15 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for a damaged one, UserError."""
-    root, alone = locate(config.ckpt)
-    # A run may keep its best ones besides the ones that it continues from.
+    root, is_single = locate(config.ckpt)
+    # train.keep_best keeps further checkpoints in out/best.
     folders = [root, root.parent / BEST / CHECKPOINTS][: 1 + (root.name == CHECKPOINTS)]
-    paths = [root] if alone else [path for folder in folders for path in checkpoints(folder).values()]
+    paths = [root] if is_single else [path for folder in folders for path in checkpoints(folder).values()]
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
         results = [verify_checkpoint(path, advance) for path in paths]
     loadable = {result.path for result in results if result.loads}
-    start = None if alone else next((path for path in candidates(root) if path in loadable), None)
-    pointers = [] if alone else [*filter(None, map(pointer_problem, folders))]
+    start = None if is_single else next((path for path in candidates(root) if path in loadable), None)
+    pointers = [] if is_single else [*filter(None, map(pointer_problem, folders))]
     if config.out is not None:
         records = [
             {
@@ -59,16 +59,16 @@ def run(config: CkptVerifyConfig) -> None:
         }
         write_result(config.out, content)
     print_results(config.ckpt, results)
-    if not alone:
-        nowhere = "a run would not start: none of them can be loaded"
-        console().print(continuation(root, start) if start else nowhere)
-    bad = [result for result in results if not result.is_intact]
-    if bad:
-        first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
-        kind = CheckpointError if isinstance(first, UnreadableFile) else CorruptFileError
+    if not is_single:
+        no_start = "a run would not start: none of them can be loaded"
+        console().print(continuation(root, start) if start else no_start)
+    damaged = [result for result in results if not result.is_intact]
+    if damaged:
+        problem, verb = damaged[0].problems[0], "is" if len(damaged) == 1 else "are"
+        kind = CheckpointError if isinstance(problem, UnreadableFile) else CorruptFileError
         raise kind(
-            f"{len(bad)} of {len(results)} checkpoints {verb} {first.word}: "
-            f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {first.remedy}"
+            f"{len(damaged)} of {len(results)} checkpoints {verb} {problem.word}: "
+            f"{damaged[0].path / one_line(problem.file)}: {one_line(problem.why)}. {problem.remedy}"
         )
     if pointers:
         raise CorruptFileError(f"{one_line(pointers[0])}. Write the name of a step-… there, or delete it")
@@ -82,10 +82,10 @@ def print_results(ckpt: str, results: list[CheckpointVerification]) -> None:
         if manifest is not None:
             total = sum(file.bytes for file in manifest.files.values())
             cells = (manifest.step, len(manifest.files), format_bytes(total))
-        first, *others = [f"{f.word}: {f.file}: {f.why}" for f in result.problems] or ["whole"]
+        head, *tail = [f"{f.word}: {f.file}: {f.why}" for f in result.problems] or ["whole"]
         is_best = result.path.parent.parent.name == BEST
-        add_row(rows, f"{BEST}: {result.path.name}" if is_best else result.path.name, *cells, first)
-        for line in others:
+        add_row(rows, f"{BEST}: {result.path.name}" if is_best else result.path.name, *cells, head)
+        for line in tail:
             add_row(rows, "", "", "", "", line)
     console().print(rows)
     for result in results:

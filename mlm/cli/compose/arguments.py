@@ -33,10 +33,10 @@ TASK_KEYS = ("task=", "task.name=", "--task")
 
 @dataclass
 class Arguments:
-    """A command line after its command, taken apart."""
+    """Parsed arguments of a command."""
 
     overrides: list[str] = field(default_factory=list)
-    """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
+    """`key=value` settings; a word without `=` is an error, or names a section after --help."""
     help: bool = False
     version: bool = False
     resolve: bool = False
@@ -48,21 +48,21 @@ class Arguments:
     check: bool = False
     """Check, and start nothing."""
     gpus: int | None = None
-    """GPUs that --check assumes; None takes what the layout needs."""
+    """GPUs that --check assumes; None: as many as the layout needs."""
     resume: str | None = None
-    """Value of `resume=`, once it is taken from the overrides."""
+    """Value of `resume=`, removed from the overrides."""
     from_megatron: list[str] | None = None
     """A script of Megatron-LM, or its flags, to be translated."""
 
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """Return the command and what follows it. Raises UserError with the nearest command."""
+    """Return the command and its arguments. Raises UserError with the nearest command."""
     first, config_dir = argv[0], _typed_value(argv, CONFIG_DIR_FLAGS)
     has_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
     for command in COMMANDS:
         if tuple(argv[: len(command.words)]) != command.words:
             continue
-        # `eval` is meant in `mlm eval race`, not in `mlm eval loss`
+        # `mlm eval race` is the command `eval`; `mlm eval loss` is another
         is_meant = len(command.words) > 1 or not second_words(first)
         if not is_meant and len(argv) > 1:
             is_meant = argv[1] in task_names(config_dir) or any(w.startswith(TASK_KEYS) for w in argv)
@@ -70,20 +70,20 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
             return command, list(argv[len(command.words) :])
     tasks = tasks_of(first, config_dir)
     if not tasks:
-        meant = _command_called(first)
-        hint = f"; did you mean '{meant}'?" if meant else did_you_mean(first, [c.words[0] for c in COMMANDS])
+        name = _command_called(first)
+        hint = f"; did you mean '{name}'?" if name else did_you_mean(first, [c.words[0] for c in COMMANDS])
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if has_word:
-        own = f"; {CUSTOM_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
-        meant = _command_called(f"{first} {argv[1]}")
-        nearest = f"; did you mean 'mlm {meant}'?" if meant else did_you_mean(argv[1], tasks)
-        hint = nearest or f"; choose {', '.join(tasks)}{own}"
+        custom = f"; {CUSTOM_TASK}" if any(c.words == (first,) for c in COMMANDS) else ""
+        name = _command_called(f"{first} {argv[1]}")
+        nearest = f"; did you mean 'mlm {name}'?" if name else did_you_mean(argv[1], tasks)
+        hint = nearest or f"; choose {', '.join(tasks)}{custom}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
     raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
 
 
 def _command_called(words: str) -> str | None:
-    """Name of the command that other programs, or a reader, call so."""
+    """Name of the command that other programs call `words`."""
     name = re.sub("[- ]", "_", words.lower())
     return next((command.name for command in COMMANDS if name in command.other_names), None)
 
@@ -100,9 +100,9 @@ def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
 
 
 def run_config(words: Sequence[str]) -> Path | None:
-    """The saved settings of the run that `ckpt=` of a command line names; None without any.
+    """Path of the saved settings of the run that `ckpt=` names; None without any.
 
-    Its value is the run folder or a checkpoint in it: RUN/best/checkpoints/step-….
+    The value is a run folder or a checkpoint in it: RUN/best/checkpoints/step-….
     """
     ckpt = _typed_value(words, ("ckpt", "--ckpt"))
     if ckpt is None:
@@ -113,44 +113,44 @@ def run_config(words: Sequence[str]) -> Path | None:
 
 
 def _typed_value(words: Sequence[str], names: Collection[str]) -> str | None:
-    """The value of a flag or key in either spelling, in a line that is not taken apart yet."""
-    for n, word in enumerate(words):
+    """The value of a flag or key in either spelling, in an unparsed command line."""
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:
-            return value if equals else next(iter(words[n + 1 :]), None)
+            return value if equals else next(iter(words[index + 1 :]), None)
     return None
 
 
 def parse(command: Command, words: Sequence[str]) -> Arguments:
-    """Take apart what follows the command. Raises UserError for an unknown flag or one without its value."""
-    parsed, rest = Arguments(), list(words)
-    while rest:
-        word = rest.pop(0)
+    """Parse the arguments of a command. Raises UserError for an unknown flag or one without its value."""
+    parsed, queue = Arguments(), list(words)
+    while queue:
+        word = queue.pop(0)
         name, equals, value = word.partition("=")
-        given = value if equals else None
+        text = value if equals else None
         if name in SWITCHES and not equals:
             setattr(parsed, SWITCHES[name], True)
         elif name == "--check":
-            if given is None and rest and rest[0].isdecimal():
-                given = rest.pop(0)
-            if given is not None and not (given.isdecimal() and 0 < int(given[:10]) <= MOST):
-                raise UserError(f"--check={given}: must be a number of GPUs, such as --check=512")
-            parsed.check, parsed.gpus = True, None if given is None else int(given)
+            if text is None and queue and queue[0].isdecimal():
+                text = queue.pop(0)
+            if text is not None and not (text.isdecimal() and 0 < int(text[:10]) <= MOST):
+                raise UserError(f"--check={text}: must be a number of GPUs, such as --check=512")
+            parsed.check, parsed.gpus = True, None if text is None else int(text)
         elif name == "--from-megatron" and command.name == "pretrain":
-            parsed.from_megatron, rest = [*filter(None, [given]), *rest], []
+            parsed.from_megatron, queue = [*filter(None, [text]), *queue], []
         elif name in ("--cfg", "-c"):
-            parsed.cfg = _flag_value(name, given, rest, ": job")
+            parsed.cfg = _flag_value(name, text, queue, ": job")
             if parsed.cfg != "job":
                 hint = did_you_mean(parsed.cfg, ("job",)) or "; use job"
                 raise UserError(f"{name} {parsed.cfg}: no such choice{hint}")
         elif name in CONFIG_DIR_FLAGS:
-            parsed.config_dir = _flag_value(name, given, rest)
+            parsed.config_dir = _flag_value(name, text, queue)
         elif word.startswith("--") and len(word) > 2:
             key = name[2:].replace("-", "_")
             if parsed.help and not equals:  # --help --clip-grad
                 parsed.overrides.append(key)
             else:
-                parsed.overrides.append(f"{key}={value if equals else _key_value(command, key, rest)}")
+                parsed.overrides.append(f"{key}={value if equals else _key_value(command, key, queue)}")
         elif word.startswith("-"):
             raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
         else:
@@ -160,31 +160,31 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
     return parsed
 
 
-def _flag_value(flag: str, value: str | None, rest: list[str], allowed: str = "") -> str:
+def _flag_value(flag: str, value: str | None, queue: list[str], allowed: str = "") -> str:
     """The value of a flag, which may be the next word. Raises UserError."""
-    if value is None and rest and not is_flag(rest[0]):
-        value = rest.pop(0)
+    if value is None and queue and not is_flag(queue[0]):
+        value = queue.pop(0)
     if not value:
         raise UserError(f"{flag} needs a value{allowed}")
     return value
 
 
-def _key_value(command: Command, key: str, rest: list[str]) -> str:
+def _key_value(command: Command, key: str, queue: list[str]) -> str:
     """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
     leaf = leaves(command.spec).get(key)
     takes_value = key == "resume" or key in command.aliases or key in groups(CONFIG_DIR)
     if leaf is None and not takes_value:
-        words: list[str] = []  # of which flags of other programs may take several
-        while rest and not is_flag(rest[0]) and "=" not in rest[0] and not (words and command.positional):
-            words.append(rest.pop(0))
+        words: list[str] = []  # flags of other programs may take several
+        while queue and not is_flag(queue[0]) and "=" not in queue[0] and not (words and command.positional):
+            words.append(queue.pop(0))
         return " ".join(words) or "true"
     is_switch = leaf is not None and bool in alternatives(leaf.type)
-    further = choices(leaf.type) if leaf is not None else []  # cuda_graphs=stack
-    is_switch_value = rest and (
-        rest[0] in further or re.fullmatch(r"(?i)true|false|yes|no|on|off|0|1", rest[0])
+    literals = choices(leaf.type) if leaf is not None else []  # cuda_graphs=stack
+    is_switch_value = queue and (
+        queue[0] in literals or re.fullmatch(r"(?i)true|false|yes|no|on|off|0|1", queue[0])
     )
-    if rest and not is_flag(rest[0]) and (not is_switch or is_switch_value):
-        return rest.pop(0)
+    if queue and not is_flag(queue[0]) and (not is_switch or is_switch_value):
+        return queue.pop(0)
     if leaf is not None and not is_switch:
         raise UserError(f"--{key} needs a value: {leaf.doc}")
     return "true"
@@ -195,13 +195,13 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?\d", word)
 
 
-def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
-    """Overrides with the keys of positional words and of aliases. Raises UserError for a key set twice so.
+def _with_keys(command: Command, texts: Sequence[str]) -> list[str]:
+    """Overrides with the keys of positional words and aliases. Raises UserError for a key set twice.
 
-    Positional are words without `=`, and paths that exist, whose names may have one (runs/lr=0.001).
+    Positional: words without `=`, and existing paths, whose names may have one (runs/lr=0.001).
     """
     keys, words, named = list(command.positional), list[str](), list[str]()
-    for text in typed:
+    for text in texts:
         is_value = "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
         name, _, value = text.partition("=")
         if command.several and (is_value or (name == keys[0] and value and not value.startswith("["))):
@@ -212,18 +212,18 @@ def _with_keys(command: Command, typed: Sequence[str]) -> list[str]:
         named.insert(0, f"{keys[0]}=[{','.join(map(quote, words))}]")
     split = [text.partition("=") for text in named]
     overrides = [f"{command.aliases.get(name, name)}{equals}{value}" for name, equals, value in split]
-    for text in {*overrides} - {*typed}:
+    for text in {*overrides} - {*texts}:
         key = text.partition("=")[0]
-        same = [other for other in overrides if other.startswith(f"{key}=")]
-        if len(same) > 1:
-            raise UserError(Problem((key,), f"{' '.join(same)}: one {key} is taken", "remove the other"))
+        repeats = [other for other in overrides if other.startswith(f"{key}=")]
+        if len(repeats) > 1:
+            raise UserError(Problem((key,), f"{' '.join(repeats)}: one {key} is taken", "remove the other"))
     return overrides
 
 
 def quote(value: str) -> str:
-    """A text as a quoted value of Hydra's grammar.
+    """Quote a text in Hydra's grammar.
 
-    A backslash counts only before a quote: those, and the ones at the end, are doubled.
+    Hydra reads a backslash only before a quote: double those, and any at the end.
     """
     escaped = re.sub(r"(\\*)'", lambda match: f"{match[1] * 2}\\'", value)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
@@ -231,7 +231,7 @@ def quote(value: str) -> str:
 
 
 def check_task(command: Command, arguments: Arguments) -> None:
-    """Raises UserError where a command is about a task and none is named."""
+    """Raise UserError if a command takes a task and none is named."""
     is_named = any(text.startswith(TASK_KEYS) for text in arguments.overrides)
     if takes_task(command) and not is_named:
         raise UserError(f"name a task: {', '.join(task_names(arguments.config_dir))}")

@@ -30,13 +30,13 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     groups = command_groups(command, config_dir)
     if topics:
         return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
-    known = composed_leaves(command)
-    frequent = [known[key] for key in command.keys.split() or known]
+    composed = composed_leaves(command)
+    frequent = [composed[key] for key in command.keys.split() or composed]
     rows = [(leaf.key, f"{leaf.doc} [{_default(leaf)}]") for leaf in frequent]
     if command.has_runs:
         rows.insert(0, ("resume=RUN", "continue a run with its own settings; what is typed wins over them"))
-    section = next((leaf.section for leaf in known.values() if leaf.section), "SECTION")
-    more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {section})"
+    section = next((leaf.section for leaf in composed.values() if leaf.section), "SECTION")
+    more = "" if len(frequent) == len(composed) else f" (more: mlm {command.name} --help {section})"
     blocks = [f"Usage: mlm {command.usage} [key=value …]", wrap(command.about)]
     if tasks:
         blocks.append(tasks_block(config_dir))
@@ -55,19 +55,19 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
 
 
 def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_dir: str | None) -> str:
-    known = composed_leaves(command)
-    rows = [leaf for leaf in known.values() if topic in (leaf.key, leaf.section)]
+    composed = composed_leaves(command)
+    rows = [leaf for leaf in composed.values() if topic in (leaf.key, leaf.section)]
     if not rows and topic not in groups:
         if option := foreign_option(command.spec, topic):
             line = f"{plain_name(topic)}: {option.answer_to('…')}"
-            return "\n".join([line, *_tables(known[key] for key in option.keys)])
-        if meant := keys_meant(command.spec, topic):
-            return "\n".join(_tables(known[key] for key in meant))
+            return "\n".join([line, *_tables(composed[key] for key in option.keys)])
+        if keys := keys_meant(command.spec, topic):
+            return "\n".join(_tables(composed[key] for key in keys))
         if (name := topic.replace("-", "_")) != topic:
             return _topic(command, name, groups, config_dir)
-        sections = [leaf.section for leaf in known.values() if leaf.section]
-        near = did_you_mean(topic, [*groups, *known, *sections]) or "; --help lists them"
-        raise UserError(f"--help {topic}: no such section or key{near}")
+        sections = [leaf.section for leaf in composed.values() if leaf.section]
+        hint = did_you_mean(topic, [*groups, *composed, *sections]) or "; --help lists them"
+        raise UserError(f"--help {topic}: no such section or key{hint}")
     choices = []
     for name in groups.get(topic, []):
         path = choice_file(topic, name, config_dir)

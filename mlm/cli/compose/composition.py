@@ -1,8 +1,8 @@
 """Settings composed by Hydra's Compose API.
 
 The lowest layer is the defaults of the command's dataclass or, where a run is continued, its saved settings.
-Hydra composes what stands above it: the YAML of configs/ and --config-dir, and the typed overrides. Nothing
-is composed of a saved run, and nothing that YAML names is called.
+Hydra composes the layers above: the YAML of configs/ and --config-dir, and the typed overrides. It never
+reads a saved run, and calls nothing that YAML names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Composition:
     """Composed settings with their interpolations."""
 
     typed: DictConfig
-    """Settings of the command line and of the YAML that it chooses; Hydra's own part is `hydra`."""
+    """Settings of the command line and of the YAML that it chooses, with Hydra's section `hydra`."""
     tree: DictConfig
     """All settings."""
 
@@ -66,25 +66,25 @@ def compose(
 ) -> Composition:
     """Compose a primary config with overrides `key=value`, `group=choice`, and `~group` for no choice.
 
-    With `saved`, the flat settings of a run, no group is chosen but by overrides. Raises COMPOSE_ERRORS.
+    With `saved`, the flat settings of a run, overrides alone choose groups. Raises COMPOSE_ERRORS.
     """
-    has_yaml = (CONFIG_DIR / f"{config}.yaml").is_file()  # one without has all defaults in its dataclass
+    has_yaml = (CONFIG_DIR / f"{config}.yaml").is_file()  # else the dataclass has all defaults
     lowest, name = [defaults(SPECS[config])], config if has_yaml else None
     if saved is not None:
         lowest.append(nested(saved))
         name = f"{config}_saved"
         choices: list[Any] = ["_self_", *({group: None} for group in chosen_groups(config))]
         ConfigStore.instance().store(name=name, node={"defaults": choices})
-    # in Hydra's grammar what the primary config does not hold is added with + or ++
-    chosen, words = chosen_groups(config), list[str]()
-    own = groups(Path(config_dir)) if config_dir else {}
+    # Hydra's grammar adds keys that the primary config lacks with + or ++.
+    primary_groups, words = chosen_groups(config), list[str]()
+    user_groups = groups(Path(config_dir)) if config_dir else {}
     if config_dir is not None:
         words.append(f"hydra.searchpath=[{quote(f'file://{Path(config_dir).absolute()}')}]")
     for text in overrides:
         group, _, value = text.partition("=")
-        is_choice = group.lstrip("~") in {*chosen, *own} and not value.startswith("{")
-        added = "+" if group in own and group not in chosen else ""
-        words.append(f"{added if is_choice else '++'}{text}")
+        is_choice = group.lstrip("~") in {*primary_groups, *user_groups} and not value.startswith("{")
+        prefix = "+" if group in user_groups and group not in primary_groups else ""
+        words.append(f"{prefix if is_choice else '++'}{text}")
     # ${either:a,b}: b where a is null
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
     # with adapters ten times a task's learning rate, as is usual (arXiv:2305.14314, table 9)
@@ -96,10 +96,10 @@ def compose(
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         typed = hydra_compose(name, words, return_hydra_config=True)
-    above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
-    tree = OmegaConf.merge(*lowest, above)
+    overlay = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
+    tree = OmegaConf.merge(*lowest, overlay)
     assert isinstance(tree, DictConfig)
-    HydraConfig.instance().set_config(typed)  # for a single key before all are resolved
+    HydraConfig.instance().set_config(typed)  # to resolve a single key
     return Composition(typed, tree)
 
 
@@ -132,7 +132,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
 
 
 def problem_of_composing(error: Exception) -> Problem:
-    """Hydra's, OmegaConf's and YAML's errors in one line, of the key that they name."""
+    """A Hydra, OmegaConf or YAML error as one line, with the key that it names."""
     if isinstance(error, yaml.YAMLError):
         return Problem((), f"cannot read YAML: {' '.join(str(error).split())}")
     if isinstance(error, RecursionError):
@@ -140,17 +140,17 @@ def problem_of_composing(error: Exception) -> Problem:
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return Problem((), f"{error.filename}: {error.strerror}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
+    message = lines[0] if lines else type(error).__name__
     if isinstance(error, MissingConfigException) and error.options:
-        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
-        return Problem((), f"{first}{did_you_mean(wanted, error.options)}")
+        missing_name = (error.missing_cfg_file or "").rpartition("/")[2]
+        return Problem((), f"{message}{did_you_mean(missing_name, error.options)}")
     key, fix = getattr(error, "full_key", None), ""
     if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
-        first = f"{first.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
+        message = f"{message.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
         fix = r"correct ${…}, or write \${…} for text"
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, KeyError):  # OmegaConf chains them in either way
             cause = cause.__cause__ or cause.__context__
-        first = str(cause.args[0]) if cause is not None and cause.args else first
-    return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)
+        message = str(cause.args[0]) if cause is not None and cause.args else message
+    return Problem((key,), f"{key}: {message}", fix) if key else Problem((), message)

@@ -1,4 +1,4 @@
-"""Config groups: the YAML of each choice, shipped in configs/ or of a --config-dir, and what it says."""
+"""Config groups: the YAML of each choice, in configs/ or a --config-dir, and its description."""
 
 import os
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def chosen_groups(config: str) -> tuple[str, ...]:
 
 
 def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
-    """The config groups of a command and their choices, shipped and the user's own."""
+    """Config groups of a command with their choices, shipped and the user's."""
     user = groups(Path(config_dir)) if config_dir else {}
     shipped = groups(CONFIG_DIR)
     names = sorted({*chosen_groups(command.config), *user})
@@ -52,7 +52,7 @@ def first_comment(path: Path | None) -> str:
 
 
 def comment_of(path: Path | None) -> list[str]:
-    """The lines of the comment that a YAML begins with; none of a file that cannot be read."""
+    """Lines of the first comment of a YAML; empty if the file cannot be read."""
     try:
         with open(path or os.devnull, encoding="utf-8", errors="replace") as f:
             lines = [f.readline(LONGEST_LINE) for _ in range(MOST_LINES)]
@@ -62,26 +62,26 @@ def comment_of(path: Path | None) -> list[str]:
 
 
 def effect_of(group: str, path: Path) -> str:
-    """The size of a shipped model; of another choice, the values that it sets."""
+    """The size of a shipped model, or the values that another choice sets."""
     values = _shipped_values(path)
     if group == "model":
         shape = values.get("model", values)
         layers = f"{shape['num_layers']} layers, hidden size {shape['hidden_size']}"
         return f"[{layers}, {shape['num_heads']} heads, {parameters_of(path)} parameters]"
     entries = [entry for entry in values.pop("defaults", []) if isinstance(entry, dict)]
-    chosen = [f"{name.removeprefix('override /')}={entry[name]}" for entry in entries for name in entry]
-    settings = [*chosen, *(f"{key}={format_value(value)}" for key, value in flatten(values).items())]
+    choices = [f"{name.removeprefix('override /')}={entry[name]}" for entry in entries for name in entry]
+    settings = [*choices, *(f"{key}={format_value(value)}" for key, value in flatten(values).items())]
     return f"[{' '.join(settings)}]" if settings else ""
 
 
 def parameters_of(path: Path) -> str:
-    """Parameters of a shipped model, by the comment of its YAML: counting takes torch, a second to import."""
+    """Parameters of a shipped model, from its YAML's comment: counting would import torch."""
     lines = comment_of(path)
     return next(line.removeprefix(PARAMETERS) for line in lines if line.startswith(PARAMETERS))
 
 
 def _shipped_values(path: Path) -> dict[str, Any]:
-    """Values that a shipped YAML sets, with the file of its group that it begins with."""
+    """Values that a shipped YAML sets, defaults of its group included."""
     values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) or {}
     for entry in values.get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
@@ -98,7 +98,7 @@ def user_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
         path = choice_file(group, str(name), config_dir)
         if path is not None and not path.is_relative_to(CONFIG_DIR):
             values = yaml.safe_load(path.read_text("utf-8")) or {}
-            keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole=()).keys()
+            keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", opaque=()).keys()
     return keys
 
 
@@ -113,5 +113,5 @@ def task_names(config_dir: str | None = None) -> list[str]:
 
 
 def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:
-    """(name, description) of each: the first comment of its YAML."""
+    """(name, first comment of its YAML) of each task."""
     return [(name, first_comment(choice_file(TASK, name, config_dir))) for name in task_names(config_dir)]

@@ -46,18 +46,18 @@ def tasks_block(config_dir: str | None) -> str:
 
 
 def example_lines(examples: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"  # {what}\n  {line}" for what, line in examples)
+    return "\n".join(f"  # {purpose}\n  {line}" for purpose, line in examples)
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two columns: names, and what they mean folded to the terminal."""
-    listed = list(rows)
-    left = max((len(name) for name, _ in listed), default=0) + 4
+    """Two columns: names, and descriptions wrapped to the terminal."""
+    pairs = list(rows)
+    indent = max((len(name) for name, _ in pairs), default=0) + 4
     lines = []
-    for name, meaning in listed:
-        folded = textwrap.wrap(meaning, max(_width() - left, 30), break_on_hyphens=False) or [""]
-        lines.append(f"  {name:<{left - 2}}{folded[0]}".rstrip())
-        lines += [" " * left + rest for rest in folded[1:]]
+    for name, meaning in pairs:
+        wrapped = textwrap.wrap(meaning, max(_width() - indent, 30), break_on_hyphens=False) or [""]
+        lines.append(f"  {name:<{indent - 2}}{wrapped[0]}".rstrip())
+        lines += [" " * indent + line for line in wrapped[1:]]
     return "\n".join(lines)
 
 

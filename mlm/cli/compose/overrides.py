@@ -43,7 +43,7 @@ GROUP_SETS = {
     "task": {"name", "out", "task", "optimizer", "train", "schedule"},
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "cp", "pp", "vp", "dp", "recompute"},
 }
-"""Sections and keys that the groups set which are not named as the section they fill."""
+"""Sections and keys set by groups whose name is not that of their section."""
 
 
 @dataclass
@@ -53,38 +53,38 @@ class Overrides:
     texts: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
-    """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
-    values that the user asked for, so further problems of these keys follow from this one."""
+    """Keys and sections of rejected overrides. They have other values than typed, so their further problems
+    are not reported."""
     import_paths: list[str] = field(default_factory=list)
-    """Import paths of the run that the command reads: saved ones are followed only if typed."""
+    """Typed import paths of the run that the command reads; no other saved path is imported."""
 
-    def reject(self, problem: Problem, meant: Iterable[str]) -> None:
+    def reject(self, problem: Problem, keys: Iterable[str]) -> None:
         self.problems.append(problem)
-        self.doubtful.update(meant)
+        self.doubtful.update(keys)
 
-    def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
-        """The problems of spelling, and the ones of `further` that do not follow from them."""
-        return [*self.problems, *(problem for problem in further if not problem.concerns(self.doubtful))]
+    def all_problems(self, problems: Iterable[Problem]) -> list[Problem]:
+        """All problems, without those that follow from a rejected override."""
+        return [*self.problems, *(problem for problem in problems if not problem.concerns(self.doubtful))]
 
 
 def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = None) -> Overrides:
-    # choices of the command itself where an experiment would choose for it, unless typed
+    # An experiment does not replace these choices of the command, typed ones do.
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
     choices = command.kept_choices if "experiment" in keys else ()
     overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
-    options, known = command_groups(command, config_dir), leaves(command.spec)
+    options, schema = command_groups(command, config_dir), leaves(command.spec)
     for text in _with_files(command, typed, overrides):
-        text = text.lstrip("+")  # what is added is our business: + and ++ mean nothing
+        text = text.lstrip("+")  # Hydra's + and ++, which compose() adds itself
         key, _, value = text.partition("=")
-        of_run = key in IMPORT_KEYS and key not in known and ("ckpt" in known or "incident" in known)
-        if of_run and is_path(path := value.strip("'\"")):  # of a command that has no such key
+        of_run = key in IMPORT_KEYS and key not in schema and ("ckpt" in schema or "incident" in schema)
+        if of_run and is_path(path := value.strip("'\"")):
             overrides.import_paths.append(path)
             continue
         problem = _spelling(command, text, options)
         if problem is None:
-            # Text keys are taken literally, so that prompt=To be, or needs no second pair of quotes. Hydra's
-            # own syntax stays: quoted text, interpolations, and null, a word for texts that cannot be null.
-            leaf = known.get(key)
+            # Text is literal, so that prompt=To be, or needs no second quotes. Hydra's syntax stays: quoted
+            # text, interpolations, and null unless the text cannot be null.
+            leaf = schema.get(key)
             is_text = leaf is not None and leaf.type in (str, str | None)
             is_null = value == "null" and leaf is not None and (leaf.type is not str or leaf.role is not None)
             if is_text and not (is_null or "${" in value or QUOTED.fullmatch(value)):
@@ -93,12 +93,11 @@ def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = 
         if problem is None:
             overrides.texts.append(text)
             continue
-        # the keys and sections that it was meant to set
         name = text.partition("=")[0]
         if option := foreign_option(command.spec, name):
             overrides.reject(problem, {name, *option.keys})
             continue
-        if name not in options and name not in known:
+        if name not in options and name not in schema:
             group = nearest(name, options) if "." not in name else None
             name = group or nearest_key(command.spec, name) or name
         overrides.reject(problem, GROUP_SETS.get(name) or {name})
@@ -106,32 +105,32 @@ def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = 
 
 
 def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
-    """The problem of a key that the command does not have, or of a word without one."""
+    """The problem of a key that the command lacks, or of a word without a key."""
     key, equals, value = text.partition("=")
     spec = command.spec
-    known, foreign = [*leaves(spec), *options], other_names(spec)
+    names, foreign = [*leaves(spec), *options], other_names(spec)
     if equals and not key:
         return Problem((key,), f"cannot read '{text}': no key before =", "write key=value without spaces")
     if not equals and text.endswith((".py", ".yaml", ".yml")):
         answer = next(option.answer for option in foreign_options() if "config" in option.names)
         return Problem((key,), f"cannot read '{text}': no file of settings is read", answer)
     if not equals:
-        near = nearest(text.lstrip("~"), known, foreign)
-        hint = f"did you mean {near}=…?" if near else ""
+        suggestion = nearest(text.lstrip("~"), names, foreign)
+        hint = f"did you mean {suggestion}=…?" if suggestion else ""
         return Problem((key,), f"cannot read '{text}': expected key=value", hint)
     if "@" in key or key.startswith("~"):
         name = key.lstrip("~").partition("@")[0]
-        fix = f"use {name}={value or '…'}" if name in known else "--help lists the keys"
+        fix = f"use {name}={value or '…'}" if name in names else "--help lists the keys"
         return Problem((name,), f"{text}: a setting is typed as key=value or group=choice alone", fix)
     if key.partition(".")[0].partition("/")[0] == "hydra":
         fix = "leave it out; own YAML is --config-dir"
         return Problem((key,), f"{text}: mlm composes with Hydra and runs without it", fix)
-    if key in known or key in sections(spec) or key.startswith(USER_OPTIONS):
+    if key in names or key in sections(spec) or key.startswith(USER_OPTIONS):
         return None
     if foreign_option(spec, key):
         return unknown_key(spec, key, value)
     group = nearest(key, options) if "." not in key else None
-    if group and nearest(key, known, foreign) == group:
+    if group and nearest(key, names, foreign) == group:
         return Problem((key,), f"unknown key '{key}'", f"did you mean '{group}'?")
     return unknown_key(spec, key)
 
@@ -139,10 +138,10 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
 def _value_problem(
     command: Command, text: str, options: dict[str, list[str]], config_dir: str | None
 ) -> Problem | None:
-    """The problem of a value that Hydra cannot parse, of several, of a choice, of keys in a section."""
+    """The problem of a value: unreadable, several, an unknown choice or key of a section."""
     key, override = text.partition("=")[0], _parsed(text)
-    known, is_section = leaves(command.spec), key in sections(command.spec)
-    leaf = known.get(key)
+    schema, is_section = leaves(command.spec), key in sections(command.spec)
+    leaf = schema.get(key)
     if override is None:
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
@@ -157,7 +156,7 @@ def _value_problem(
         return Problem((key,), f"{text}: more than one value", "start a run for each, or quote the value")
     if is_section and isinstance(value, dict):
         keys = (f"{key}.{_unquoted(name)}" for name in value)
-        return next((unknown_key(command.spec, name) for name in keys if name not in known), None)
+        return next((unknown_key(command.spec, name) for name in keys if name not in schema), None)
     if key not in options:
         return unknown_key(command.spec, key) if is_section else None
     for choice in value if isinstance(value, list) else [value]:
@@ -179,26 +178,26 @@ def _choice_problem(
             )
         return None
     typed = choice if isinstance(choice, str) else format_value(choice)
-    foreign = dict[str, str]()  # names that other programs have: `# Also: gpt2_medium` in a choice's comment
+    aliases = dict[str, str]()  # names that other programs have: `# Also: gpt2_medium` in a choice's comment
     for name in options:
         for line in comment_of(choice_file(group, name, config_dir)):
             if line.startswith(ALSO):
-                foreign |= dict.fromkeys(line.removeprefix(ALSO).replace(",", " ").split(), name)
-    begin = [option for option in options if option.startswith(f"{typed}_")]
+                aliases |= dict.fromkeys(line.removeprefix(ALSO).replace(",", " ").split(), name)
+    longer = [option for option in options if option.startswith(f"{typed}_")]
     # an rtx_4090 is not a misspelled rtx_5090: a number names the hardware
     numbers = re.findall(r"\d+", typed)
-    alike = [name for name in options if group != "hardware" or re.findall(r"\d+", name)[0] in numbers]
-    near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, alike))
-    if near:
-        hint = f"did you mean {near}? (list: mlm {command.name} --help)"
-    elif begin:
-        hint = f"choose {', '.join(begin[:-1])} or {begin[-1]}"
+    similar = [name for name in options if group != "hardware" or re.findall(r"\d+", name)[0] in numbers]
+    match = aliases.get(typed.lower().replace("-", "_")) or (None if longer[1:] else nearest(typed, similar))
+    if match:
+        hint = f"did you mean {match}? (list: mlm {command.name} --help)"
+    elif longer:
+        hint = f"choose {', '.join(longer[:-1])} or {longer[-1]}"
     elif len(options) > MOST_LISTED:
         hint = f"list: mlm {command.name} --help"
     else:
         hint = "choose " + " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
-    own = f"; {CUSTOM_TASK}" if group == TASK and near is None else ""
-    return Problem((group,), f"{group}={typed}: no such choice", hint + own)
+    custom = f"; {CUSTOM_TASK}" if group == TASK and match is None else ""
+    return Problem((group,), f"{group}={typed}: no such choice", hint + custom)
 
 
 def _unquoted(value: Any) -> Any:
@@ -214,16 +213,16 @@ def _parsed(text: str) -> Override | None:
 
 
 def keys_of(text: str) -> list[str]:
-    """The keys that an override sets: of `lora={alpha:8}` those in the section too."""
+    """The keys that an override sets, also within a section: `lora={alpha:8}`."""
     key, _, value = text.partition("=")
     parsed = _parsed(text) if value.startswith("{") else None
-    return list(flatten({key: parsed.value() if parsed else None}, whole=()))
+    return list(flatten({key: parsed.value() if parsed else None}, opaque=()))
 
 
-def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) -> list[str]:
-    """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
+def _with_files(command: Command, words: Sequence[str], overrides: Overrides) -> list[str]:
+    """Replace each `group=FILE.yaml` of the command's file groups by the keys that the file sets."""
     texts = list[str]()
-    for text in typed:
+    for text in words:
         group, _, value = text.partition("=")
         path = Path(expand_home(value.strip("'\"")))
         is_shipped = path.name == str(path) and isfile(CONFIG_DIR / group / path)
@@ -242,23 +241,23 @@ def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) ->
 
 
 def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:
-    """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
+    """Overrides for the keys in a group's YAML file, which must hold all required keys and no others."""
     typed = f"{group}={path}"
     try:
         flat = {f"{group}.{key}": value for key, value in flatten(parse(read_text(path), path)).items()}
     except UserError as error:
         return Problem((group,), f"{group}={error}")  # which begins with the path
-    known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
+    schema = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     for key, value in flat.items():
         why = problem_of(value)
         if why is None and isinstance(value, str) and not value.isprintable():
             why = f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
         if why:
             return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
-    missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
-    if wrong := missing or [key for key in flat if key not in known]:
-        short = ", ".join(key.removeprefix(f"{group}.") for key in wrong)
+    missing = [key for key, leaf in schema.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
+    if wrong_keys := missing or [key for key in flat if key not in schema]:
+        names = ", ".join(key.removeprefix(f"{group}.") for key in wrong_keys)
         example = next((CONFIG_DIR / group).glob("*.yaml")).relative_to(CONFIG_DIR.parent)
         has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
-        return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
+        return Problem((group,), f"{typed}: {has} {names}", f"{fix} them, as in {example}")
     return [f"{key}={quote(v) if isinstance(v, str) else format_value(v)}" for key, v in flat.items()]

@@ -32,11 +32,11 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
 
     Raises UserError.
     """
-    typed = [text for text in arguments.overrides if text.startswith("resume=") and command.has_runs]
-    if not typed:
+    resumes = [text for text in arguments.overrides if text.startswith("resume=") and command.has_runs]
+    if not resumes:
         return None
-    arguments.overrides = [text for text in arguments.overrides if text not in typed]
-    resume = arguments.resume = typed[-1].partition("=")[2]
+    arguments.overrides = [text for text in arguments.overrides if text not in resumes]
+    resume = arguments.resume = resumes[-1].partition("=")[2]
     url = split_step(resume)[0]
     if resume and (problem := path_problem("resume", expand_home(url), Role.STORED)):
         raise UserError(problem)
@@ -51,29 +51,29 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
 def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | None:
     """The settings of the typed task in the run of `ckpt=`; None if the run was not finetuned on it.
 
-    They replace a shipped YAML: `task=` is removed from the overrides. The user's own in `--config-dir` is
-    typed, and stands above them. Raises UserError for a task that is neither the run's nor of a YAML.
+    They replace a shipped YAML: `task=` is removed from the overrides. A YAML in `--config-dir` wins.
+    Raises UserError for a task that is neither the run's nor in a YAML.
     """
-    typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
+    task_overrides = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
     file = run_config(arguments.overrides)
-    if command.config != "eval" or len(typed) != 1 or file is None:
+    if command.config != "eval" or len(task_overrides) != 1 or file is None:
         return None
-    name = typed[0].partition("=")[2]
+    name = task_overrides[0].partition("=")[2]
     try:
         values = read_values(file, "finetune")
     except UserError:
-        values = {}  # of a run of another command
+        values = {}  # another command wrote the run
     task = {key: value for key, value in values.items() if key.startswith(f"{TASK}.")}
     trained_on = task.get(f"{TASK}.name")
     if trained_on == name:
         if arguments.config_dir is None or name not in groups(Path(arguments.config_dir)).get(TASK, []):
-            arguments.overrides = [text for text in arguments.overrides if text not in typed]
+            arguments.overrides = [text for text in arguments.overrides if text not in task_overrides]
         return task
     if name in task_names(arguments.config_dir):
         return None
-    own = CUSTOM_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
-    known = [*tasks_of(command.words[0], arguments.config_dir), *filter(None, [trained_on])]
-    raise UserError(f"unknown task '{name}'{did_you_mean(name, known) or f'; {own}'}")
+    reason = CUSTOM_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
+    candidates = [*tasks_of(command.words[0], arguments.config_dir), *filter(None, [trained_on])]
+    raise UserError(f"unknown task '{name}'{did_you_mean(name, candidates) or f'; {reason}'}")
 
 
 def read_run(resume: str, config: str) -> SavedValues:
@@ -107,10 +107,10 @@ def read_run(resume: str, config: str) -> SavedValues:
                 f"resume={resume}: holds weights and no settings of a run to resume; begin a run with them: "
                 f"ckpt={resume} out=…"
             )
-        what = f"holds no {RUN_SETTINGS}" if path.is_dir() else "no such folder"
-        raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
+        problem = f"holds no {RUN_SETTINGS}" if path.is_dir() else "no such folder"
+        raise UserError(f"resume={resume}: {problem}; name the folder of a run (out=… of mlm {config})")
     values = read_values(file, config)
-    if values.get("checkpoint.resume") is False:  # it was to find no checkpoint; now it is told to resume
+    if values.get("checkpoint.resume") is False:  # false: the first start required an empty folder
         values["checkpoint.resume"] = True
     return {**values, "out": str(file.parent)} if file.name == RUN_SETTINGS else values
 
@@ -138,8 +138,8 @@ def _values_in(text: str, path: Path | str, config: str) -> SavedValues:
         raise UserError(
             f"{path}: the settings of a run of mlm {format_value(command)[:40]}; use that command"
         )
-    flat, known = flatten(tree), leaves(spec)
-    problems = [f"{path}: {unknown_key(spec, key)}; delete it" for key in flat if key not in known]
+    flat, schema = flatten(tree), leaves(spec)
+    problems = [f"{path}: {unknown_key(spec, key)}; delete it" for key in flat if key not in schema]
     problems += [f"{path}: {key}: {why}" for key, value in flat.items() if (why := problem_of(value))]
     if problems:
         raise ConfigError(problems[:20])

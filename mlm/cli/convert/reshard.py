@@ -21,7 +21,7 @@ from mlm.util.terminal import format_bytes, progress_bar
 
 
 def preflight(config: ReshardConfig) -> list[str]:
-    """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
+    """Return problems of the checkpoint, the layout or `out`; reads no tensor."""
     problems = out_problems(config.out)
     attempt(problems, lambda: make_plan(config))
     return problems
@@ -29,7 +29,7 @@ def preflight(config: ReshardConfig) -> list[str]:
 
 def make_plan(config: ReshardConfig) -> tuple[ReshardPlan, bytes | None]:
     """Assign the checkpoint's tensors to the layout; return that and its tokenizer.json. Raises UserError."""
-    # a run's best checkpoint holds no average
+    # A run's best checkpoint has no moving average.
     source = open_checkpoint(str(locate(config.ckpt)[0]) if config.ema else config.ckpt)
     path, manifest = source.path, source.manifest
     if source.base is not None:
@@ -51,7 +51,7 @@ def make_plan(config: ReshardConfig) -> tuple[ReshardPlan, bytes | None]:
 def run(config: ReshardConfig) -> None:
     """Split, publish, and print a table. Raises UserError, and leaves nothing then."""
     plan, tokenizer = make_plan(config)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with (
         new_folder(Path(config.out), plan.num_bytes) as folder,
         progress_bar("resharding", plan.num_bytes, in_bytes=True) as advance,
@@ -59,15 +59,15 @@ def run(config: ReshardConfig) -> None:
         if tokenizer is not None:
             write_atomic(folder / TOKENIZER_FILE, tokenizer)
         name = write_checkpoint(plan, folder / CHECKPOINTS, config.tp, advance).name
-    path, seconds = Path(config.out) / CHECKPOINTS / name, time.perf_counter() - begin
-    written = read_manifest_head(path)
+    path, seconds = Path(config.out) / CHECKPOINTS / name, time.perf_counter() - start
+    target = read_manifest_head(path)
     columns = {
-        "step#": written.step,
+        "step#": target.step,
         "layout": f"tp={config.tp} pp={config.pp} vp={config.vp}",
         "files before#": f"{len(plan.manifest.files):,}",
-        "files#": f"{len(written.files):,}",
-        "tensors#": f"{len(written.tensors):,}",
-        "bytes#": format_bytes(sum(entry.bytes for entry in written.files.values())),
+        "files#": f"{len(target.files):,}",
+        "tensors#": f"{len(target.tensors):,}",
+        "bytes#": format_bytes(sum(entry.bytes for entry in target.files.values())),
         "bytes/s#": format_bytes(int(plan.num_bytes / seconds)),
     }
     notes = filter(None, [best_note(config.ckpt, plan.source)])

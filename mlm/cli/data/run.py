@@ -31,11 +31,11 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
     path = tokenizer_path(config.out)
     if problems := preflight_tokenizer(config):
         raise UserError(problems[0])
-    # a tokenizer to convert is a file, or a folder with its files and no text
+    # Convert a file, or a folder of tokenizer files without text; learn from anything else.
     is_learned, source = True, Path(config.input) if isinstance(config.input, str) else None
     if source is not None and source.is_dir():
-        others = (file for file in source.iterdir() if file.name not in {*FILES, "merges.txt"})
-        is_learned = not any((source / name).is_file() for name in FILES) or any(map(kind_of, others))
+        other_files = (file for file in source.iterdir() if file.name not in {*FILES, "merges.txt"})
+        is_learned = not any((source / name).is_file() for name in FILES) or any(map(kind_of, other_files))
     elif source is not None:
         name = source.name
         is_learned = not (source.suffix == ".json" or name == "merges.txt" or name.endswith("vocab.txt"))
@@ -57,7 +57,7 @@ def run_tokenizer(config: DataTokenizerConfig) -> Path:
         raise UserError(
             f"out={config.out}: {error.filename or path}: {error.strerror}: set another out="
         ) from error
-    if not path.is_file():  # else it is there already: the digests are equal
+    if not path.is_file():  # an existing file has the same digest
         write_result(path, tokenizer.content)
     console().print(f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}")
     if is_learned and tokenizer.vocab_size < config.vocab_size:
@@ -72,7 +72,7 @@ def tokenizer_path(out: str) -> Path:
 
 
 def preflight_tokenizer(config: DataTokenizerConfig) -> list[str]:
-    """Return the problem of a file at `out` that is not a tokenizer; called before the input is read."""
+    """Return the problem of a file at `out` that is not a tokenizer. Reads no input."""
     path = tokenizer_path(config.out)
     out = Path(config.out)
     if out.suffix in (".txt", ".model") and not out.is_dir():
@@ -147,8 +147,8 @@ def print_tables(config: DataInspectConfig, corpora: list[Facts], note: str | No
     samples = table("samples", "", "document#", "tokens#", "begins")
     for name, facts in zip(names, corpora, strict=True):
         for sample in facts["samples"]:
-            begins = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"][:16]))
-            add_row(samples, name, f"{sample['document']:,}", f"{sample['tokens']:,}", begins)
+            start = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"][:16]))
+            add_row(samples, name, f"{sample['document']:,}", f"{sample['tokens']:,}", start)
     if samples.row_count:
         out.print(samples)
         if note is not None:

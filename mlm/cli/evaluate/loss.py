@@ -34,14 +34,14 @@ def preflight(config: EvalLossConfig) -> list[str]:
     except UserError as error:
         return list(error.problems)
     fix = "name a corpus that `mlm data build` wrote with the run's tokenizer.json"
-    written = receipt_tokenizer(prefix.parent)
-    if problem := other_tokenizer(f"path={prefix}", written, str(source.path), source.tokenizer_digest, fix):
+    receipt = receipt_tokenizer(prefix.parent)
+    if problem := other_tokenizer(f"path={prefix}", receipt, str(source.path), source.tokenizer_digest, fix):
         return [problem]
     cp = config.parallel.cp
     if context := context_problem(cp, trained.model, trained.data):
         return [context]
     values = {
-        **{"cp": cp, "tp": config.parallel.tp, "sequence_parallel": False},  # which has no effect here
+        **{"cp": cp, "tp": config.parallel.tp, "sequence_parallel": False},  # no effect in evaluation
         **{"data.seq_length": seq_length, "model.max_positions": trained.model.max_positions},
     }
     names, launch = {"data.seq_length": "seq_length"}, Launch(None, None)
@@ -76,7 +76,7 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
 
 
 def result_path(config: EvalLossConfig, source: Source, prefix: Path) -> Path:
-    """Path of the JSON receipt. The corpora of a blend have validation sets of one name."""
+    """Path of the JSON receipt; validation sets of a blend share a name, so its corpora are named too."""
     name = f"{prefix.parent.name}-{prefix.name}" if source.config.data.blend else prefix.name
     return Path(config.out) if config.out else source.result_file(f"eval-loss-{name}.json")
 

@@ -81,16 +81,16 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests = [request for protocol in protocols for request in protocol.requests]
     out = Path(config.out or default_path(config, trained.source))
-    beside = default_path(config, trained.source) if is_stream(out) else out
+    receipt = default_path(config, trained.source) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     # Scores of this evaluation alone, so that a trial leaves another's as they are.
     digest = short_digest(digest_bytes(f"{identity} {digest_requests(requests)}".encode()))
-    kept, begin = beside.with_name(f".{beside.stem}.{digest}.partial.jsonl"), time.monotonic()
+    partial_scores, start = receipt.with_name(f".{receipt.stem}.{digest}.partial.jsonl"), time.monotonic()
 
     def report_resumed(count: int) -> None:
         if ctx.is_main:
             done = f"{count:,} of {len(requests):,} requests were scored before the last stop"
-            line = f"mlm eval: {done}, in {one_line(kept)}; {len(requests) - count:,} are left"
+            line = f"mlm eval: {done}, in {one_line(partial_scores)}; {len(requests) - count:,} are left"
             print(line, file=sys.stderr, flush=True)
 
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
@@ -99,7 +99,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             requests,
             batch_size=config.batch_size,
             ctx=ctx,
-            saved=kept,
+            saved=partial_scores,
             identity=identity,
             advance=advance,
             on_resume=report_resumed,
@@ -117,12 +117,12 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         "vocabulary_digest": tokenizer.vocabulary_digest,
         "precision": config.precision.dtype,
         "config": to_dict(config),
-        "seconds": round(time.monotonic() - begin, 3),
+        "seconds": round(time.monotonic() - start, 3),
     }
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
-    kept.unlink(missing_ok=True)
+    partial_scores.unlink(missing_ok=True)
     print_result(result, protocols, out)
 
 

@@ -32,12 +32,11 @@ class Prompt:
     """Its location in messages: prompt, or FILE:LINE."""
     text: str
     ids: tuple[int, ...] = ()
-    """Its tokens, after those that the tokenizer itself puts before a text; of an empty text without them the
-    end-of-document token, after which a document begins."""
+    """Token ids, with the tokenizer's opening ones; the end-of-document token if there are none."""
     begin: int = 0
-    """First token of `ids` that is of the text."""
+    """Index of the text's first token in `ids`."""
     is_message: bool = False
-    """True if it is answered, not continued: the answer alone is printed."""
+    """True for a message: only the answer is printed."""
 
     @property
     def shown(self) -> tuple[int, ...]:
@@ -46,7 +45,7 @@ class Prompt:
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a command in their order, with tokens. Raises UserError."""
-    records: list[Located]  # objects with a text or messages: the one prompt, or one for each line of a file
+    records: list[Located]  # objects with a text or messages
     if config.prompts is not None:
         path = Path(config.prompts)
         if form_of(path) in SUFFIXES:
@@ -79,7 +78,7 @@ def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelCon
 
 
 def _prompt(config: GenerateConfig, tokenizer: Tokenizer, location: str, record: dict[str, Any]) -> Prompt:
-    """A text, or of chat=true a conversation up to where an answer begins. Raises UserError."""
+    """Encode a text, or with chat=true a conversation up to the answer. Raises UserError."""
     if config.chat:
         record, _ = standard_form({k: v for k, v in record.items() if k != "output"}, MESSAGES[:1])
     text: Any = next((record[key] for key in KEYS if key in record), None)

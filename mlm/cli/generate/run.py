@@ -1,7 +1,7 @@
 """`mlm generate`: continue one text on the terminal, or many into a file.
 
-Texts are printed in their order, the first that has not ended as its tokens come; with `out` several go to
-the file alone. Where the reader of standard output has left (`| head -1`), the command ends.
+Texts are printed in order, the first unfinished one token by token; with `out` several go to the file alone.
+The command ends when the reader of standard output closes it (`| head -1`).
 """
 
 import json
@@ -32,8 +32,8 @@ def preflight(config: GenerateConfig) -> list[str]:
     try:
         tokenizer = tokenizer_of(config, open_predictor(config.ckpt, config.parallel))
         problems = [*filter(None, [folder_problem(config.out)])]
-        wrong = sampling_of(config, tokenizer).problems()  # those that are typed are checked before
-        problems += [f"{GENERATION_CONFIG}: {p}" for p in wrong if getattr(config, p.keys[0]) is None]
+        invalid = sampling_of(config, tokenizer).problems()  # typed settings are checked already
+        problems += [f"{GENERATION_CONFIG}: {p}" for p in invalid if getattr(config, p.keys[0]) is None]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
@@ -52,10 +52,12 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
     if ctx.is_main:
-        most = trained.config.model.max_positions
-        for prompt in (prompt for prompt in prompts if len(prompt.ids) > most):
-            what = f"of its {len(prompt.ids)} tokens the last {most} are read, the checkpoint's max_positions"
-            print(f"mlm generate: {one_line(prompt.location)}: {what}", file=sys.stderr)
+        limit = trained.config.model.max_positions
+        for prompt in (prompt for prompt in prompts if len(prompt.ids) > limit):
+            note = (
+                f"of its {len(prompt.ids)} tokens the last {limit} are read, the checkpoint's max_positions"
+            )
+            print(f"mlm generate: {one_line(prompt.location)}: {note}", file=sys.stderr)
         declared = declared_sampling(tokenizer.declared.generation)
         if used := [f"{key}={value}" for key, value in declared.items() if getattr(config, key) is None]:
             print(f"as {GENERATION_CONFIG} declares: {', '.join(used)}", file=sys.stderr)
@@ -123,22 +125,22 @@ def collect_tokens(
     shown: bool,
     advance: Advance,
 ) -> list[list[int]]:
-    """Return each text's new tokens of what `continuations` yields; print the texts if `shown`.
+    """Collect each text's new tokens from `continuations`; print the texts if `shown`.
 
     `advance` is called as each text ends.
     """
     new: list[list[int]] = [[] for _ in texts]
-    ended, current = set(), 0
+    finished, current = set(), 0
     stream = begin_text(texts, current, tokenizer, stops) if shown else None
     for index, token in tokens:
         if token is None:
-            ended.add(index)
+            finished.add(index)
             advance(1)
         else:
             new[index].append(token)
-        while stream is not None and (index == current or current in ended):
-            stream.print(new[current], is_whole=current in ended)
-            if current not in ended:
+        while stream is not None and (index == current or current in finished):
+            stream.print(new[current], is_whole=current in finished)
+            if current not in finished:
                 break
             current += 1
             stream = begin_text(texts, current, tokenizer, stops) if current < len(texts) else None
@@ -161,8 +163,8 @@ def begin_text(
 class TextStream:
     """Prints a text as its tokens come.
 
-    A character split over tokens waits until it is whole, and so does what may become one of `stops`, before
-    which the text ends. In the prompt, stops are text.
+    A character split over tokens waits for its end; so does a possible beginning of one of `stops`, before
+    which the text ends. `stops` in the prompt are text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -170,15 +172,15 @@ class TextStream:
         self.start, self.printed = len(tokenizer.decode(list(prompt))), 0
 
     def print(self, new: Sequence[int], *, is_whole: bool = False) -> None:
-        """Print what is not printed yet of the prompt and its new tokens so far."""
+        """Print the part of the prompt and its new tokens that is not printed yet."""
         text = self.tokenizer.decode([*self.prompt, *new])
         if text.endswith("\ufffd") and not is_whole:
             return
         text = truncate_at_stop(text, self.stops, self.start)
         if not is_whole:  # the end may be the beginning of a stop
             longest = max(map(len, self.stops), default=1) - 1
-            ends = range(min(longest, len(text) - self.start), 0, -1)
-            stop_starts = (n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops))
+            lengths = range(min(longest, len(text) - self.start), 0, -1)
+            stop_starts = (n for n in lengths if any(stop.startswith(text[-n:]) for stop in self.stops))
             text = text[: len(text) - next(stop_starts, 0)]
         sys.stdout.write(safe_text(text[self.printed :]) + "\n" * is_whole)
         sys.stdout.flush()

@@ -117,22 +117,23 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
     """Run the loop from the trainer's state. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
     if (changed := continue_data(trainer)) and (memory := trainer.extra_state.get(INCIDENTS)):
-        memory["recent"] = []  # other data may have other losses
-    left = config.train.steps - trainer.step
+        memory["recent"] = []  # losses on the new data may differ
+    steps_left = config.train.steps - trainer.step
     batch_size, ramp = config.train.global_batch_size, config.train.ramp_batch
-    num_samples = first_of_step(trainer.consumed_samples, max(0, left), batch_size, (), ramp)
+    num_samples = first_of_step(trainer.consumed_samples, max(0, steps_left), batch_size, (), ramp)
     samples = train_dataset(config, num_samples + spare_samples(trainer), trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
         family_of(config.model.kind).warning(config.model),
         warmup_warning(config.optimizer, config.schedule, config.train.steps),
-        epochs_warning(samples, config.train.steps) if left > 0 else None,
+        epochs_warning(samples, config.train.steps) if steps_left > 0 else None,
     ]
     if ctx.is_main:
         if (tokenizer := tokenizer_now(config.data)) is not None:
             trainer.extra_state[TOKENIZER] = tokenizer.encode()
-        if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
+        # Last, after all checks and loads: a rejected run, or one without steps left, changes no file.
+        if steps_left > 0:
             prepare_directory(config, out)
     record = {
         "config_digest": config_digest(config),
@@ -164,22 +165,22 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
     config, lines = trainer.config, list[str]()
-    left = config.train.steps - trainer.step
+    steps_left = config.train.steps - trainer.step
     if start is not None:
-        begins = "resuming from" if trainer.step else "weights from"
-        lines.append(f"{begins} {start} (step {trainer.step})")
-    since = trainer.ancestry.changed_at(trainer.step)
-    if since and left > 0:
-        lines.append(f"{changes_line(since)}; for a new run instead, set ckpt=… and another out=…")
-        if line := lifted_rate(trainer, {c["key"]: c["from"] for c in since}):
+        origin = "resuming from" if trainer.step else "weights from"
+        lines.append(f"{origin} {start} (step {trainer.step})")
+    changes = trainer.ancestry.changed_at(trainer.step)
+    if changes and steps_left > 0:
+        lines.append(f"{changes_line(changes)}; for a new run instead, set ckpt=… and another out=…")
+        if line := lifted_rate(trainer, {c["key"]: c["from"] for c in changes}):
             lines.append(line)
     if changed is not None:
         lines.append(changed)
     best, patience = trainer.extra_state.get(BEST_VALIDATION, {}), config.train.patience
-    if left > 0 and 0 < patience <= best.get("without_gain", 0):
-        ended = f"train.patience={patience} ended this run at step {trainer.step}"
-        lines.append(f"{ended}: its best validation is of step {best['step']}; raise it to continue")
-    if left <= 0 and VALIDATION_DUE not in trainer.extra_state:
+    if steps_left > 0 and 0 < patience <= best.get("without_gain", 0):
+        reason = f"train.patience={patience} ended this run at step {trainer.step}"
+        lines.append(f"{reason}: its best validation is of step {best['step']}; raise it to continue")
+    if steps_left <= 0 and VALIDATION_DUE not in trainer.extra_state:
         done = f"step {trainer.step} of train.steps={config.train.steps} is done"
         lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
@@ -189,21 +190,21 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     return lines
 
 
-def lifted_rate(trainer: Trainer, before: Mapping[str, Any]) -> str | None:
+def lifted_rate(trainer: Trainer, changes: Mapping[str, Any]) -> str | None:
     """Return a line where more train.steps raise the learning rate again that has fallen; else None.
 
-    `before` are changed settings by key, with the values that they had.
+    `changes`: the changed settings by key, with their old values.
     """
-    config, step, then = trainer.config, trainer.step, before.get("train.steps")
-    if type(then) is not int or any(key.startswith(("schedule.", "optimizer.lr")) for key in before):
+    config, step, old_steps = trainer.config, trainer.step, changes.get("train.steps")
+    if type(old_steps) is not int or any(key.startswith(("schedule.", "optimizer.lr")) for key in changes):
         return None
     old, new = (
         learning_rate(n, config.optimizer, config.schedule, steps)
-        for n, steps in ((step, then), (step + 1, config.train.steps))
+        for n, steps in ((step, old_steps), (step + 1, config.train.steps))
     )
     if new < 1.5 * old:
         return None
-    stays = f"schedule.decay_steps={then} stays at {old:.2g}, and "
+    stays = f"schedule.decay_steps={old_steps} stays at {old:.2g}, and "
     stays = "" if config.schedule.decay in STABLE_DECAYS else stays
     return (
         f"warning: train.steps={config.train.steps} stretches a schedule that had fallen by step {step}: the "
@@ -216,7 +217,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
     """Write the composed configuration and the tokenizer into the run's folder. Raises UserError."""
     checkpoint = replace(config.checkpoint, from_mirror=False, from_step=None)
     data = replace(config.data, change=False)
-    saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
+    saved = replace(config, data=data, checkpoint=checkpoint)  # these hold for one start
     with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / RUN_SETTINGS, composed_yaml(saved, "pretrain").encode())
@@ -230,19 +231,19 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 
 
 def epochs_of(samples: Dataset) -> list[float | None]:
-    """Passes over each part of a blend, or over the one corpus; None for other data."""
+    """Passes over each corpus of a blend, or the only one; None for other data."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
-    return [getattr(part, "epochs", None) for part in parts]  # of samples of a corpus
+    return [getattr(part, "epochs", None) for part in parts]  # samples of a corpus have it
 
 
 def epochs_warning(samples: Dataset, steps: int) -> str | None:
     """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
-    most = max((epochs for epochs in epochs_of(samples) if epochs is not None), default=0.0)
-    if most <= MOST_EPOCHS:
+    epochs = max((epochs for epochs in epochs_of(samples) if epochs is not None), default=0.0)
+    if epochs <= MOST_EPOCHS:
         return None
-    fewer = max(1, int(steps * GOOD_EPOCHS / most))
+    fewer = max(1, int(steps * GOOD_EPOCHS / epochs))
     return (
-        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
+        f"warning: train.steps={steps} reads the corpus {epochs:,.0f} times, so that the model learns it by "
         f"heart; use about train.steps={fewer} for {GOOD_EPOCHS} epochs, or a smaller train.global_batch_size"
     )
 
@@ -251,8 +252,8 @@ def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Datase
     config, batch = trainer.config, trainer.config.train
     ramp = ""
     if batch.ramp_batch is not None:
-        start, _, until = batch.ramp_batch
-        ramp = f", from {start} samples on until {until:,} are read"
+        start, _, num_ramp_samples = batch.ramp_batch
+        ramp = f", from {start} samples on until {num_ramp_samples:,} are read"
     sources = trainer.history[-1].sources if trainer.history else ()
     corpora = [
         source.name
@@ -313,18 +314,18 @@ class PretrainLoop(Loop):
         return (consumed - unread) * self.trainer.config.data.seq_length
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
-        """The parts of the objective by name; nothing where the loss is all there is."""
+        """The parts of the objective by name; empty if the loss is its only part."""
         names = self.trainer.objective.metrics
         return dict(zip(names, means, strict=True)) if len(names) > 1 else {}
 
     def score(self) -> None:
-        """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
+        """Report the mean loss over the validation windows, weighted over the corpora of a blend."""
         trainer = self.trainer
         losses, means = self.validation_losses()
         weights = normalize_weights([part.weight for part in self.validation])
         self.last_validation = loss = math.fsum(map(operator.mul, weights, losses))
         by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
-        perplexity = math.exp(min(means[0], 700.0))  # per token; of a BERT per masked token
+        perplexity = math.exp(min(means[0], 700.0))  # per token, or masked token of a BERT
         named = {**by_corpus, **self.parts(means)}
         if trainer.average is not None and trainer.config.ema.validate:
             trainer.swap_average()
@@ -332,7 +333,7 @@ class PretrainLoop(Loop):
                 losses, _ = self.validation_losses()
                 self.last_validation = named["ema_loss"] = math.fsum(map(operator.mul, weights, losses))
                 self.keep_best(self.last_validation)
-            finally:  # also of a stop between batches
+            finally:  # also if a stop interrupts the batches
                 trainer.swap_average()
         else:
             self.keep_best(loss)
@@ -341,7 +342,7 @@ class PretrainLoop(Loop):
     def keep_best(self, loss: float) -> None:
         """Remember the lowest validation loss, and save its weights with train.keep_best. Collective.
 
-        Where they cannot be saved, what is kept stays the best: the next that is lower is tried again.
+        If saving fails, the previous best stays, so that the next lower loss is saved.
         """
         trainer, state, train = self.trainer, self.trainer.extra_state, self.trainer.config.train
         best = state.get(BEST_VALIDATION, {"loss": math.inf, "step": 0, "without_gain": 0})
@@ -378,7 +379,7 @@ class PretrainLoop(Loop):
 
 
 def print_next_commands(trainer: Trainer, out: Path) -> None:
-    """Print the commands that train on and draw the curves. A reader that has left ends no run."""
+    """Print the commands that continue the run and draw its curves. A closed stdout ends no run."""
     config, scaler = trainer.config, trainer.scaler
     if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
         why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
@@ -392,10 +393,10 @@ def print_next_commands(trainer: Trainer, out: Path) -> None:
 
 
 def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return the setting that names the model of a run that begins with `ckpt`, and its settings `model.*`.
+    """Return the setting that names the model of a run that begins with `ckpt`, and its `model.*`.
 
-    A run that has saved in `out` continues with its own model where `ckpt` is gone. None for no path, which
-    the checks of the settings name. Raises UserError, CorruptFileError.
+    If `ckpt` is gone, the model of a run saved in `out`. None for an invalid path, which later checks report.
+    Raises UserError, CorruptFileError.
     """
     if not isinstance(ckpt, str) or path_problem("ckpt", path := expand_home(ckpt), Role.INPUT):
         return None
@@ -412,30 +413,30 @@ def model_of_ckpt(ckpt: Any, out: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | None:
-    """Set train.steps of composed settings to the end of the cooldown; return what to print.
+    """Set train.steps of composed settings to the end of the cooldown; return a line to print.
 
-    Only where neither the user nor the run's own settings, of a cooldown that is under way, say it; None
-    then. Raises UserError for a run to continue that holds no state, CorruptFileError where none is whole.
+    None if the user typed train.steps. A cooldown under way keeps its end. Raises UserError for a run without
+    a checkpoint to continue, CorruptFileError if all are damaged.
     """
     cooldown, origin = values["schedule"].get("cooldown"), values["checkpoint"].get("from_run")
     if not isinstance(cooldown, int) or cooldown <= 0 or "train.steps" in typed:
         return None
     out = Path(str(values["out"]))
-    own = latest_checkpoint(out / CHECKPOINTS)
+    latest = latest_checkpoint(out / CHECKPOINTS)
     if values["checkpoint"].get("from_mirror"):
         raise UserError(
             f"schedule.cooldown={cooldown}: its steps from a mirror are not known; set train.steps too"
         )
-    if own is None and not isinstance(origin, str):
+    if latest is None and not isinstance(origin, str):
         return None
-    start = step_of(own or continued_candidates(str(origin))[0])
+    start = step_of(latest or continued_candidates(str(origin))[0])
     steps = start + cooldown
     settings = out / RUN_SETTINGS
-    saved: Mapping[str, Any] = parse(read_text(settings), settings) if own and settings.is_file() else {}
+    saved: Mapping[str, Any] = parse(read_text(settings), settings) if latest and settings.is_file() else {}
     schedule, train = saved.get("schedule"), saved.get("train")
     if isinstance(schedule, dict) and isinstance(train, dict) and schedule.get("cooldown") == cooldown:
-        end = train.get("steps")  # of a cooldown that is under way
-        if type(end) is int and end - cooldown <= start <= end:
-            steps = end
+        end_step = train.get("steps")  # a cooldown under way
+        if type(end_step) is int and end_step - cooldown <= start <= end_step:
+            steps = end_step
     values["train"]["steps"] = steps
     return f"schedule.cooldown={cooldown}: steps {steps - cooldown + 1:,} to {steps:,} of train.steps={steps}"

@@ -1,8 +1,7 @@
 """Continuations of `train.sample_prompts` at each validation, by the model as it trains.
 
-Every token is one pass of the model in the layout, kernels and shapes of a validation: without a cache, so
-that whatever trains can also be sampled. Draws are functions of the seed, the prompt and the token's place;
-no random state is touched.
+Each token is one forward pass in the layout, kernels and shapes of a validation. Without a KV cache, every
+model that trains can be sampled. Draws are functions of seed, prompt and position; no random state changes.
 
 Shapes: B prompts of a pass, S tokens, V vocabulary.
 """
@@ -29,12 +28,12 @@ from mlm.util.errors import UserError
 from mlm.util.terminal import one_line
 
 METHOD = "next_logits"
-"""Method of a model that samples are drawn with."""
+"""Model method that returns the next token's logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Sequences whose next token is wanted."""
+    """Sequences that need a next token."""
 
     tokens: Tensor
     """[B, S] int64, padded on the right: attention is causal."""
@@ -45,7 +44,7 @@ class _Batch:
 class PromptSampler(Observer):
     """Continues a run's prompts. Every rank has one and calls its methods.
 
-    Raises UserError for a model that cannot.
+    Raises UserError for a model without METHOD.
     """
 
     def __init__(self, trainer: Trainer, reporter: Reporter, tokenizer: Tokenizer) -> None:
@@ -84,17 +83,17 @@ class PromptSampler(Observer):
                 break
             logits = self.logits([[*self.prompts[n], *new[n]] for n in active])
             tokens = self.choose(active, [len(new[n]) for n in active], logits)
-            ended = (self.tokenizer.eod_id, NOT_FINITE)
+            end_tokens = (self.tokenizer.eod_id, NOT_FINITE)
             for n, token in zip(active, tokens, strict=True):
-                if token not in ended:
+                if token not in end_tokens:
                     new[n].append(token)
-            active = [n for n, token in zip(active, tokens, strict=True) if token not in ended]
+            active = [n for n, token in zip(active, tokens, strict=True) if token not in end_tokens]
         return new
 
     def logits(self, texts: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return the logits of the token after each text, [texts, V]; None on all but the last stage's ranks.
+        """Return the next token's logits for each text, [texts, V]; None except on the last stage's ranks.
 
-        Of a text longer than data.seq_length the last tokens are read.
+        Reads the last data.seq_length tokens of a text.
         """
         config, ctx = self.trainer.config, self.trainer.ctx
         texts = [text[-config.data.seq_length :] for text in texts]
@@ -115,7 +114,7 @@ class PromptSampler(Observer):
         return torch.cat(unpadded) if unpadded else None
 
     def shape(self, texts: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Return rows and tokens of a pass: those of a micro-batch where another shape compiles anew."""
+        """Return rows and tokens of a pass: a micro-batch's where another shape would recompile."""
         config, ctx = self.trainer.config, self.trainer.ctx
         length = config.data.seq_length
         if config.compile or ctx.device.type != "cpu":
@@ -124,12 +123,12 @@ class PromptSampler(Observer):
         longest = max(map(len, texts))
         return len(texts), min(length, -(-longest // quantum) * quantum)
 
-    def choose(self, numbers: Sequence[int], places: Sequence[int], logits: Tensor | None) -> list[int]:
+    def choose(self, numbers: Sequence[int], positions: Sequence[int], logits: Tensor | None) -> list[int]:
         """Return the token that the last stage's first rank chooses for each prompt, on every rank."""
         ctx = self.trainer.ctx
         tokens = torch.zeros(len(numbers), dtype=torch.int64)
         if logits is not None and ctx.tp.rank == 0 and ctx.replicas.rank == 0:
-            tokens = torch.tensor(next_tokens(logits, numbers, places, self.options))
+            tokens = torch.tensor(next_tokens(logits, numbers, positions, self.options))
         tokens = tokens.to(ctx.device)
         for axis, source in ((ctx.tp, 0), (ctx.pp, ctx.pp.size - 1), (ctx.replicas, 0)):
             broadcast(tokens, axis, source)

@@ -24,18 +24,18 @@ class CheckResult:
     result: str
     remedy: str = ""
     ranks: tuple[int, ...] = ()
-    """Ranks with this status, in a row over all ranks; empty if all of them are ok."""
+    """Ranks with this status, in a row over all ranks; empty if all are ok."""
 
 
 def check_result(
     check: str, result: str, remedy: str, *, fails: bool = False, warns: bool = False
 ) -> CheckResult:
-    """Return a finding whose status is the worst that holds."""
+    """Return a result with the worst status that holds."""
     return CheckResult(check, "fail" if fails else "warn" if warns else "ok", result, remedy)
 
 
 def rows_of(by_rank: Sequence[Sequence[CheckResult]], hosts: Sequence[str]) -> list[CheckResult]:
-    """Return one finding for each check: the worst of its results, with the ranks that have it.
+    """Return one row per check: its worst result, with the ranks that have it.
 
     `by_rank` and `hosts` are in rank order.
     """
@@ -66,22 +66,22 @@ def versions() -> dict[str, str]:
 
 
 def different_versions(hosts: Sequence[str], by_rank: Sequence[Mapping[str, str]]) -> str:
-    """Return what differs from rank 0: `torch 2.12 on rank 3 (host b), 2.11 on rank 0 (host a)`.
+    """Describe the first version that differs from rank 0: `torch 2.12 on rank 3 (host b), 2.11 on rank 0 …`.
 
-    Empty if nothing does. Both arguments are in rank order.
+    Empty if all are equal. Both arguments are in rank order.
     """
-    for name, first in by_rank[0].items():
-        others = [rank for rank, known in enumerate(by_rank) if known.get(name) != first]
-        if others:
-            other = by_rank[others[0]].get(name)
-            same = [rank for rank in others if by_rank[rank].get(name) == other]
-            differing, main = ranks_with_hosts(same, hosts), ranks_with_hosts([0], hosts)
-            return f"{name} {other} on {differing}, {first} on {main}"
+    for name, expected in by_rank[0].items():
+        ranks = [rank for rank, facts in enumerate(by_rank) if facts.get(name) != expected]
+        if ranks:
+            version = by_rank[ranks[0]].get(name)
+            alike = [rank for rank in ranks if by_rank[rank].get(name) == version]
+            differing, main = ranks_with_hosts(alike, hosts), ranks_with_hosts([0], hosts)
+            return f"{name} {version} on {differing}, {expected} on {main}"
     return ""
 
 
 def ranks_with_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return ranks with their hosts: `ranks 2, 3 (host b)`."""
-    where = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    shown = ", ".join(where[:3]) + (", …" if len(where) > 3 else "")
-    return f"{name_ranks(ranks)} (host{'s' * (len(where) > 1)} {shown})"
+    unique = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    shown = ", ".join(unique[:3]) + (", …" if len(unique) > 3 else "")
+    return f"{name_ranks(ranks)} (host{'s' * (len(unique) > 1)} {shown})"

@@ -26,17 +26,18 @@ from mlm.util.errors import UserError
 from mlm.util.files import read_regular, write_atomic
 from mlm.util.lock import Lock, held_folder, remove_abandoned
 from mlm.util.results import is_stream
+from mlm.util.system import poll
 from mlm.util.terminal import format_bytes
 
 SEEN_S = 2.0
-"""Seconds in which a file that another host wrote must be seen."""
+"""Seconds within which a rank must see a file that another host wrote."""
 SLOW_SPEED = 50e6
 """Bytes a second below which a disk is slow: a checkpoint of a billion parameters takes 4 minutes there."""
 PIECE, PIECES, SPEED_S = 4 << 20, 8, 2.0
-"""Bytes that are written and pushed to the disk at a time, how often, and the seconds after which it ends."""
+"""Bytes written and synced at a time, how often, and the seconds after which the trial ends."""
 SHARED, RENAMED, SPEED, LOCKS = "shared folder", "rename", "write speed", "flock"
 TRIALS = f".mlm-doctor-{'[0-9a-f]' * 32}/"
-"""Folders of trials, as a pattern."""
+"""Pattern of trial folders."""
 SHARE = "name a folder on a file system that all hosts mount (out)"
 
 
@@ -45,7 +46,7 @@ def folder_of(config: DoctorConfig) -> Path:
 
 
 def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) -> list[CheckResult]:
-    """Judge a folder as this rank sees it; only a folder for the trial is made in it. Collective."""
+    """Judge a folder as this rank sees it; writes only a trial folder in it. Collective."""
     ranks = Ranks.of(ctx)
     trial = folder / f".mlm-doctor-{ranks.broadcast(uuid.uuid4().hex)}"
     with ExitStack() as stack:
@@ -62,32 +63,32 @@ def check_folder(folder: Path, ctx: ParallelContext, *, is_first_of_host: bool) 
             return [CheckResult(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         problem, _, remedy = sharing_problems(trial, ctx)[ctx.rank].partition("; ")
         shared = check_result(SHARED, problem or str(folder), remedy, fails=bool(problem))
-        others = [_check_rename(trial, ctx)]
+        findings = [_check_rename(trial, ctx)]
         if is_first_of_host:  # all hosts write at once, as they save checkpoints
-            others.append(_check_speed(trial / f"speed-{ctx.rank}"))
+            findings.append(_check_speed(trial / f"speed-{ctx.rank}"))
         ranks.all_gather(None)
-        others.append(_check_lock(trial, ctx))
-        return [shared, *(others if shared.status == "ok" else ())]
+        findings.append(_check_lock(trial, ctx))
+        return [shared, *(findings if shared.status == "ok" else ())]
 
 
 def sharing_problems(folder: Path, ctx: ParallelContext) -> list[str]:
-    """Return the problem of each rank, empty for none: it cannot write, or does not see what others wrote.
+    """Return the problem of each rank, or "": it cannot write, or does not see files of other ranks.
 
-    All look for the file of rank 0, and rank 0 for all files. Collective.
+    All ranks look for the file of rank 0, and rank 0 for all files. Collective.
     """
     ranks, path, problem = Ranks.of(ctx), folder / f".mlm-doctor-{ctx.rank}", ""
-    content = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     try:
         try:
-            write_atomic(path, content.encode())
+            write_atomic(path, nonce.encode())
         except OSError as error:
             remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else SHARE
             problem = f"cannot write to it: {error.strerror}; {remedy}"
-        written = ranks.all_gather(None if problem else content)
-        end = time.monotonic() + SEEN_S
+        nonces = ranks.all_gather(None if problem else nonce)
+        deadline = time.monotonic() + SEEN_S
         for rank in range(ctx.world_size) if ctx.is_main else (0,):
-            wait_s, other = max(0.0, end - time.monotonic()), folder / f".mlm-doctor-{rank}"
-            if not (problem or written[rank] is None) and not wait_for_content(other, written[rank], wait_s):
+            wait_s, file = max(0.0, deadline - time.monotonic()), folder / f".mlm-doctor-{rank}"
+            if not problem and nonces[rank] and not wait_for_content(file, nonces[rank], wait_s):
                 problem = f"does not see what rank {rank} wrote there within {SEEN_S:g} s; {SHARE}"
         return [str(answer) for answer in ranks.all_gather(problem)]
     finally:
@@ -96,19 +97,16 @@ def sharing_problems(folder: Path, ctx: ParallelContext) -> list[str]:
 
 
 def wait_for_content(path: Path, content: str, wait_s: float) -> bool:
-    """Return True once a file has this content; False if it has not within `wait_s` seconds."""
-    end = time.monotonic() + wait_s
-    while True:
+    """True once a file has this content; False if it has not within `wait_s` seconds."""
+    for _ in poll(wait_s):
         with suppress(OSError):
             if read_regular(path) == content.encode():
                 return True
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.02)
+    return False
 
 
 def _check_rename(trial: Path, ctx: ParallelContext) -> CheckResult:
-    """Rank 0 replaces a file, which the others must see whole."""
+    """Replace a file on rank 0; all others must see the new content."""
     problem = ""
     try:
         for content in ("first", "second") if ctx.is_main else ():
@@ -123,15 +121,15 @@ def _check_rename(trial: Path, ctx: ParallelContext) -> CheckResult:
 
 
 def _check_speed(path: Path) -> CheckResult:
-    """Write a file that no disk compresses."""
-    piece, written, begin, seconds = os.urandom(PIECE), 0, time.monotonic(), 0.0
+    """Time writes of random bytes, which no disk compresses."""
+    piece, count, start, seconds = os.urandom(PIECE), 0, time.monotonic(), 0.0
     try:
         with open(path, "xb") as f:
-            while written < PIECES * PIECE and seconds < SPEED_S:
+            while count < PIECES * PIECE and seconds < SPEED_S:
                 f.write(piece)
                 f.flush()
                 os.fsync(f.fileno())
-                written, seconds = written + PIECE, time.monotonic() - begin
+                count, seconds = count + PIECE, time.monotonic() - start
     except OSError as error:
         remedy = "free some space there, or name an out on another disk"
         text = f"{error.strerror} within {format_bytes(PIECES * PIECE)} ({path.parent.parent})"
@@ -139,7 +137,7 @@ def _check_speed(path: Path) -> CheckResult:
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    speed = written / max(seconds, 1e-9)
+    speed = count / max(seconds, 1e-9)
     text = f"{format_bytes(int(speed))}/s"
     if speed < SLOW_SPEED:
         minutes = 12e9 / speed / 60  # weights and both moments in float32
@@ -149,7 +147,7 @@ def _check_speed(path: Path) -> CheckResult:
 
 
 def _check_lock(trial: Path, ctx: ParallelContext) -> CheckResult:
-    """Rank 0 locks a file, which nobody else must get before it is released."""
+    """Lock a file on rank 0; no other rank must get the lock until its release."""
     ranks, problem, lock = Ranks.of(ctx), "", Lock(trial / "lock")
     try:
         if ctx.is_main and not lock.take():
@@ -164,7 +162,7 @@ def _check_lock(trial: Path, ctx: ParallelContext) -> CheckResult:
                 other.release()
                 problem = "two processes hold one lock"
         except FileNotFoundError:
-            pass  # not shared: another finding
+            pass  # not shared: `sharing_problems` reports it
         except OSError as error:
             problem = str(error.strerror)
     ranks.all_gather(None)
@@ -183,8 +181,10 @@ def check_start(out: str, ctx: ParallelContext) -> None:
     problems = sharing_problems(Path(out), ctx)
     answers = Ranks.of(ctx).all_gather([socket.gethostname(), versions()])
     hosts, versions_of_ranks = zip(*answers, strict=True)
-    if differ := different_versions(hosts, versions_of_ranks):
-        raise UserError(f"{differ}: the ranks of a run need the same versions; {SAME_VERSIONS}")
-    if problem := next(filter(None, (*problems[1:], problems[0])), ""):  # rank 0 has seen the others fail
-        affected = [rank for rank, other in enumerate(problems) if other == problem]
-        raise UserError(f"out={out}: {ranks_with_hosts(affected, hosts)}: {problem}")
+    if difference := different_versions(hosts, versions_of_ranks):
+        raise UserError(f"{difference}: the ranks of a run need the same versions; {SAME_VERSIONS}")
+    if problem := next(
+        filter(None, (*problems[1:], problems[0])), ""
+    ):  # a failure of any rank fails rank 0 too
+        ranks = [rank for rank, other in enumerate(problems) if other == problem]
+        raise UserError(f"out={out}: {ranks_with_hosts(ranks, hosts)}: {problem}")

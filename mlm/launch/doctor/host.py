@@ -83,7 +83,7 @@ def shared_memory(on_gpu: bool) -> CheckResult:
 
 
 def names(position: RankPosition | None, environ: Mapping[str, str]) -> CheckResult:
-    """Judge whether this host finds rank 0 and others find this one; `position` is None for one rank."""
+    """Judge whether this host resolves rank 0's address and its own; `position` is None for one rank."""
     host = socket.gethostname()
     try:
         if position is not None:
@@ -117,10 +117,10 @@ HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 def environment(environ: Mapping[str, str], ranks_here: int) -> list[CheckResult]:
     """Judge variables of NCCL, gloo and torch."""
     findings = list[CheckResult]()
-    for name, hurts, why in HURTS:
-        if environ.get(name, "").upper() in hurts:
-            what, _, remedy = why.partition("; ")
-            findings.append(CheckResult(name, "warn", f"{environ[name]}: {what}", remedy))
+    for name, values, reason in HURTS:
+        if environ.get(name, "").upper() in values:
+            effect, _, remedy = reason.partition("; ")
+            findings.append(CheckResult(name, "warn", f"{environ[name]}: {effect}", remedy))
     threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
         text = f"{threads} for each of {ranks_here} ranks on {cores} cores"

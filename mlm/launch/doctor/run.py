@@ -33,7 +33,7 @@ from mlm.util.terminal import add_row, console, table
 
 
 def lines(config: DoctorConfig, facts: Launch) -> list[str]:
-    """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
+    """Lines to print before this host's ranks start; empty for one rank, or under a launcher."""
     ranks = choose_world_size(config.parallel, facts)
     return [] if facts.world_size is not None or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
@@ -45,7 +45,7 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     """
 
     def note(text: str) -> None:
-        if ctx.is_main and ctx.world_size > 1:  # a rank that hangs is waited for
+        if ctx.is_main and ctx.world_size > 1:  # the last line names the phase of a hang
             print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
 
     position = read_rank_position(os.environ) if ctx.world_size > 1 else None
@@ -80,14 +80,14 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
 
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[CheckResult]:
-    """Judge what must be the same on all ranks."""
-    known = [fact["versions"] for fact in facts]
-    differ = different_versions(hosts, known)
-    text = differ or ", ".join(f"{name} {version}" for name, version in known[0].items())
+    """Judge versions and devices, which must be equal on all ranks."""
+    by_rank = [fact["versions"] for fact in facts]
+    difference = different_versions(hosts, by_rank)
+    text = difference or ", ".join(f"{name} {version}" for name, version in by_rank[0].items())
     devices = list(dict.fromkeys(fact["device"] for fact in facts))
     remedy = "the slowest sets the pace: start equal hosts"
     return [
-        check_result("versions", text, SAME_VERSIONS, fails=bool(differ)),
+        check_result("versions", text, SAME_VERSIONS, fails=bool(difference)),
         check_result("devices", "; ".join(devices[:3]), remedy, warns=len(devices) > 1),
     ]
 
@@ -99,7 +99,7 @@ def report(
     rows: list[CheckResult],
     traffic: list[dict[str, Any]],
 ) -> str:
-    """Print the table and write the result; return what failed, empty if nothing did."""
+    """Print the table and write the result; return the failed checks in words, or ""."""
     failed = [row.check for row in rows if row.status == "fail"]
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
@@ -126,7 +126,7 @@ def report(
         try:
             write_result(config.out, content)
             out.print(f"written to {target_name(config.out)}")
-        except UserError as error:  # other ranks wait for what is returned here
+        except UserError as error:  # return it: other ranks wait for this broadcast
             problems.append(str(error))
     if not problems:
         warnings = f"; warnings: {', '.join(warned)}" if warned else ""

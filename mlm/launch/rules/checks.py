@@ -1,7 +1,7 @@
 """Checks of a command that runs on ranks: bounds, layout, and the rules of the command.
 
-The checks look at numbers, and at the existence of named files; a command's preflight looks into the files.
-Layouts have their rules in launch/rules/layout.py.
+They compare numbers and look for named files; a command's preflight reads the files. launch/rules/layout.py
+has the rules of layouts.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from mlm.launch.rules.nearest import layout_problems
 from mlm.util.errors import Absent, Problem
 
 Rule = Callable[[Any, Launch], Problem | None]
-"""A condition of a command's settings: it compares them, so that it can be asked of any numbers."""
+"""A condition of a command's settings, which must accept any numbers."""
 
 
 def problems_of(
@@ -24,7 +24,7 @@ def problems_of(
     layout_rules: Iterable[LayoutRule],
     rules: Iterable[Rule],
 ) -> list[Problem]:
-    """Problems of one configuration. Those of a number that is out of range itself are left out."""
+    """Problems of a configuration; a number out of range has no further ones."""
     outside = out_of_range(config)
     broken = (rule(config, launch) for rule in rules)
     return [
@@ -35,7 +35,7 @@ def problems_of(
 
 
 def checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
-    """Return the check of a command on ranks (`Command.check`): its problems by these rules."""
+    """Return a `Command.check` of these rules."""
 
     def check(config: Any, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
         return problems_of(config, Launch(world_size, local_devices), layout_rules, rules)
@@ -77,12 +77,10 @@ def loss_scale_can_fall(config: Any, _: Launch) -> Problem | None:
 
 def lr_falls(config: Any, _: Launch) -> Problem | None:
     """The problem of a learning rate that would end above its peak."""
-    if config.schedule.decay == "constant":
-        return None
-    return lowest_problem(config)
+    return None if config.schedule.decay == "constant" else min_lr_problem(config)
 
 
-def lowest_problem(config: Any) -> Problem | None:
+def min_lr_problem(config: Any) -> Problem | None:
     low, peak = config.schedule.min_lr, config.optimizer.lr
     if low <= peak:
         return None

@@ -1,6 +1,6 @@
 """Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
-A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong, if anything;
+A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns a violation, if any;
 nearest.py finds the nearest value that fixes it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
@@ -28,7 +28,7 @@ class Launch:
     elsewhere: bool = True
     """False for a command whose ranks must all be on this host."""
     is_planned: bool = False
-    """True if nothing is started: `world_size` is the GPUs of a plan."""
+    """True for a plan, which starts nothing: `world_size` is its GPUs."""
 
     @property
     def world(self) -> str:
@@ -37,7 +37,7 @@ class Launch:
 
     @property
     def most_ranks(self) -> int:
-        """Ranks that can run here."""
+        """Most ranks that this launch can run."""
         return self.world_size or self.local_devices or MAX_CPU_RANKS
 
 
@@ -63,13 +63,13 @@ class LayoutValues(dict[str, Any]):
 @dataclass(frozen=True)
 class Violation:
     why: str
-    """The settings and what they conflict with."""
+    """The settings and their conflict."""
     note: str = ""
     """Another way to fix it, or help to choose."""
     start: str = ""
-    """The launch that these settings are meant for, where no setting needs to change."""
+    """A launch at which these settings are valid as they are."""
     can_start_here: bool = True
-    """False if no change of the layout helps on this host."""
+    """False if no layout fits on this host."""
 
     def fix(self, change: str) -> str:
         """The fix by a change of settings, or by another launch."""
@@ -88,19 +88,19 @@ class LayoutRule:
     """Keys that a fix changes, the likeliest first."""
     violation: Callable[[LayoutValues, Launch], Violation | None]
     local_only: bool = False
-    """True if starting elsewhere fixes it too: the fixes of other problems need not fix it."""
+    """True if another launch fixes it too: fixes of other problems may leave it broken."""
 
 
-Broken = Violation | str | None
+RuleResult = Violation | str | None
 """Result of a rule: None, the reason of a violation, or a Violation with further fields."""
 
 
 def rule(
     inputs: str, adjustable: str, *, local_only: bool = False
-) -> Callable[[Callable[[LayoutValues, Launch], Broken]], LayoutRule]:
+) -> Callable[[Callable[[LayoutValues, Launch], RuleResult]], LayoutRule]:
     """Make a rule of a function that checks a layout; keys are separated by spaces."""
 
-    def make(check: Callable[[LayoutValues, Launch], Broken]) -> LayoutRule:
+    def make(check: Callable[[LayoutValues, Launch], RuleResult]) -> LayoutRule:
         def violation(values: LayoutValues, launch: Launch) -> Violation | None:
             broken = check(values, launch)
             return Violation(broken) if isinstance(broken, str) else broken
@@ -113,7 +113,7 @@ def rule(
 def num_replicas(replica: int, dp: int | None, launch: Launch) -> int:
     """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU.
 
-    `replica` is the number of ranks of one.
+    `replica`: ranks of one replica.
     """
     if dp is not None:
         return dp
@@ -132,13 +132,13 @@ def _replica_keys(values: LayoutValues) -> tuple[str, ...]:
 
 
 def sequence_quantum(values: LayoutValues) -> int:
-    """Tokens of which data.seq_length must be a multiple: pieces of cp ranks, which their tp ranks split."""
+    """Required divisor of data.seq_length: cp splits sequences, sequence_parallel their pieces."""
     cp = values["cp"]
     return math.lcm(2 * cp if cp > 1 else 1, cp * values["tp"] if values["sequence_parallel"] else 1)
 
 
 def batch_quantum(values: LayoutValues, launch: Launch) -> int:
-    """Samples of which train.global_batch_size must be a multiple.
+    """Required divisor of train.global_batch_size, in samples.
 
     Interleaved 1F1B takes micro-batches in groups of p (arXiv:2104.04473, section 2.2.2).
     """
@@ -148,7 +148,7 @@ def batch_quantum(values: LayoutValues, launch: Launch) -> int:
 
 
 @rule("model.num_heads model.hidden_size model.options", "model.num_heads")
-def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Broken:
+def _heads_divide_hidden(values: LayoutValues, _: Launch) -> RuleResult:
     has_width = bool((values.get("model.options") or {}).get("head_dim"))
     if has_width or values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
@@ -156,7 +156,7 @@ def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("tp model.num_heads model.options", "tp")
-def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Broken:
+def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> RuleResult:
     heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
     if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
         return None
@@ -165,7 +165,7 @@ def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Broken:
     return f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other"
 
 
-def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Broken:
+def _tp_divides(key: str, values: LayoutValues, _: Launch) -> RuleResult:
     # ffn_hidden_size=null is 4 * hidden_size: divided where the heads are
     if values[key] is None or values[key] % values["tp"] == 0:
         return None
@@ -175,7 +175,7 @@ def _tp_divides(key: str, values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("data.seq_length model.max_positions", "data.seq_length")
-def _sequence_fits(values: LayoutValues, _: Launch) -> Broken:
+def _sequence_fits(values: LayoutValues, _: Launch) -> RuleResult:
     length, positions = values["data.seq_length"], values["model.max_positions"]
     if length <= positions:
         return None
@@ -186,7 +186,7 @@ def _sequence_fits(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("data.seq_length model.max_positions cp tp sequence_parallel", "data.seq_length sequence_parallel")
-def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
+def _tp_divides_sequence(values: LayoutValues, _: Launch) -> RuleResult:
     tokens = values["data.seq_length"] // values["cp"]  # of one cp rank
     if not values["sequence_parallel"] or tokens % values["tp"] == 0:
         return None
@@ -198,13 +198,13 @@ def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
 
 
 def overlapped_tokens(values: LayoutValues) -> int:
-    """Tokens of a sequence that tp_overlap cuts into parts: those that a rank communicates."""
+    """Tokens of a sequence that a rank communicates, which tp_overlap splits into parts."""
     tokens = values["data.seq_length"] // values["cp"]
     return int(tokens // values["tp"] if values["sequence_parallel"] else tokens)
 
 
 @rule("data.seq_length cp tp sequence_parallel tp_overlap", "tp_overlap")
-def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Broken:
+def _parts_divide_sequence(values: LayoutValues, _: Launch) -> RuleResult:
     tokens, parts = overlapped_tokens(values), values["tp_overlap"] or 1
     if values["tp"] == 1 or tokens % parts == 0:
         return None
@@ -212,7 +212,7 @@ def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("data.seq_length model.max_positions cp tp sequence_parallel", "data.seq_length cp")
-def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
+def _cp_divides_sequence(values: LayoutValues, _: Launch) -> RuleResult:
     cp = values["cp"]
     if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
         return None
@@ -223,7 +223,7 @@ def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("cp", "cp")
-def _sequences_are_whole(values: LayoutValues, _: Launch) -> Broken:
+def _sequences_are_whole(values: LayoutValues, _: Launch) -> RuleResult:
     if values["cp"] == 1:
         return None
     return f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone"
@@ -236,7 +236,7 @@ def num_experts(values: LayoutValues) -> int:
 
 
 @rule("ep model.options", "ep")
-def _ep_divides_experts(values: LayoutValues, _: Launch) -> Broken:
+def _ep_divides_experts(values: LayoutValues, _: Launch) -> RuleResult:
     experts, ep = num_experts(values), values.get("ep", 1)
     if ep == 1 or (experts and experts % ep == 0):
         return None
@@ -244,7 +244,7 @@ def _ep_divides_experts(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("tp cp pp dp ep expert_tp", "ep")
-def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Broken:
+def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> RuleResult:
     keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
     folded = values.changed({"dp": num_replicas(replica_size(values), values["dp"], launch)})
     ranks = math.prod(folded[key] for key in keys)
@@ -255,7 +255,7 @@ def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Broken:
 
 
 @rule("tp expert_tp sequence_parallel model.options", "expert_tp sequence_parallel")
-def _experts_fit_tp(values: LayoutValues, _: Launch) -> Broken:
+def _experts_fit_tp(values: LayoutValues, _: Launch) -> RuleResult:
     tp, expert_tp = values["tp"], values.get("expert_tp")
     if expert_tp not in (None, 1, tp):
         return f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}"
@@ -268,7 +268,7 @@ def _experts_fit_tp(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("tp expert_tp model.options model.hidden_size", "tp")
-def _tp_divides_experts(values: LayoutValues, _: Launch) -> Broken:
+def _tp_divides_experts(values: LayoutValues, _: Launch) -> RuleResult:
     options, tp = values.get("model.options") or {}, values["tp"]
     width = options.get("expert_ffn_size", 0)
     shared = options.get("shared_experts", 0)
@@ -284,7 +284,7 @@ def _tp_divides_experts(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("pp vp model.num_layers", "vp pp")
-def _layers_fill_stages(values: LayoutValues, _: Launch) -> Broken:
+def _layers_fill_stages(values: LayoutValues, _: Launch) -> RuleResult:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
     stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
     if pp * vp > layers:
@@ -295,21 +295,21 @@ def _layers_fill_stages(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("pp vp", "vp pp")
-def _chunks_interleave(values: LayoutValues, _: Launch) -> Broken:
+def _chunks_interleave(values: LayoutValues, _: Launch) -> RuleResult:
     if values["vp"] == 1 or values["pp"] > 1:
         return None
     return f"{values.typed('vp')} interleaves the stages of a pipeline, but {values.typed('pp')} makes none"
 
 
 @rule("vp pipeline", "pipeline vp")
-def _schedule_interleaves(values: LayoutValues, _: Launch) -> Broken:
+def _schedule_interleaves(values: LayoutValues, _: Launch) -> RuleResult:
     if values["vp"] == 1 or values["pipeline"] != "zb_h1":
         return None
     return f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}"
 
 
 @rule("pp zero", "zero")
-def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Broken:
+def _weights_stay_gathered(values: LayoutValues, _: Launch) -> RuleResult:
     if values["zero"] != 3 or values["pp"] == 1:
         return None
     return (
@@ -319,7 +319,7 @@ def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Broken:
 
 
 @rule("tp cp pp", "tp cp pp")
-def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Broken:
+def _replicas_fill_world(values: LayoutValues, launch: Launch) -> RuleResult:
     replica, world_size = replica_size(values), launch.world_size
     if world_size is None or world_size % replica == 0:
         return None
@@ -330,7 +330,7 @@ def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Broken:
 
 
 @rule("tp cp pp dp", "dp")
-def _dp_fills_world(values: LayoutValues, launch: Launch) -> Broken:
+def _dp_fills_world(values: LayoutValues, launch: Launch) -> RuleResult:
     replica, dp, world_size = replica_size(values), values["dp"], launch.world_size
     if world_size is None or dp is None or world_size % replica or replica * dp == world_size:
         return None
@@ -342,26 +342,26 @@ def _dp_fills_world(values: LayoutValues, launch: Launch) -> Broken:
 
 
 @rule("tp cp pp dp", "dp cp tp pp", local_only=True)
-def _host_has_ranks(values: LayoutValues, launch: Launch) -> Broken:
+def _host_has_ranks(values: LayoutValues, launch: Launch) -> RuleResult:
     replica, most = replica_size(values), launch.most_ranks
     dp = num_replicas(replica, values["dp"], launch)
     if launch.world_size is not None or replica * dp <= most:
         return None
-    here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
+    capacity = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
     start = f"start {ranks} ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
-    # do weights, gradients and moments fit into the host's memory, in any layout?
+    # Without memory for weights, gradients and moments, no layout fits on this host.
     layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
     fits = True
     if launch.local_devices is None and isinstance(layers, int) and isinstance(hidden, int):
         # 12 h^2 parameters a layer, each with its gradient and two moments in float32
         fits = 16 * 12 * layers * hidden**2 <= host_memory()
-    why = f"{typed} = {ranks} ranks, but {here}"
+    why = f"{typed} = {ranks} ranks, but {capacity}"
     return Violation(why, start=start if launch.elsewhere else "", can_start_here=fits)
 
 
 @rule("tp cp pp dp vp pipeline train.global_batch_size train.micro_batch_size", "train.global_batch_size")
-def _batches_divide(values: LayoutValues, launch: Launch) -> Broken:
+def _batches_divide(values: LayoutValues, launch: Launch) -> RuleResult:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
     quantum, dp = batch_quantum(values, launch), num_replicas(replica_size(values), values["dp"], launch)
     if size % quantum == 0:

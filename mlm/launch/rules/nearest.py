@@ -31,60 +31,60 @@ def layout_problems(
     names: Mapping[str, str] | None = None,
     fix_names: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """One problem per rule that a layout breaks. Rules that read a key `out_of_range` are skipped.
+    """One problem per broken rule. Rules that read a key `out_of_range` are skipped.
 
-    `names` maps keys to the names they were typed under, `fix_names` to those under which a fix sets them.
+    `names` maps keys to their typed names, `fix_names` to the names that a fix sets.
     """
-    sound = [rule for rule in rules if not set(rule.inputs) & set(out_of_range)]
-    layout, read = LayoutValues(values, names), {key for rule in sound for key in rule.inputs}
-    broken = {rule: violation for rule in sound if (violation := rule.violation(layout, launch))}
+    active = [rule for rule in rules if not set(rule.inputs) & set(out_of_range)]
+    layout, keys = LayoutValues(values, names), {key for rule in active for key in rule.inputs}
+    broken = {rule: violation for rule in active if (violation := rule.violation(layout, launch))}
     problems = []
     for rule, violation in broken.items():
         changes = list[Change]()
         for key in rule.adjustable:
-            # a key is to fix all rules that name it, unless starting elsewhere does, and to break none
-            kept = [
+            # A fix must satisfy all rules that can adjust this key, except local ones, and break none.
+            required = [
                 other
-                for other in sound
+                for other in active
                 if other is rule or other not in broken or (key in other.adjustable and not other.local_only)
             ]
-            # the nearest values below and above, and null
-            tried = [(value, layout.changed({key: value})) for value in _range(key, layout, launch, read)]
-            valid = [v for v, changed in tried if not any(other.violation(changed, launch) for other in kept)]
+            # Propose the nearest values below and above, and null.
+            trials = [(value, layout.changed({key: value})) for value in _range(key, layout, launch, keys)]
+            valid = [v for v, changed in trials if not any(r.violation(changed, launch) for r in required)]
             numbers = [value for value in valid if type(value) is int]
             nearest = around(layout[key], numbers) if numbers else []
             changes += [{key: v} for v in (*nearest, *(v for v in valid if v not in numbers))]
-        named = ({(fix_names or {}).get(key, key): value for key, value in c.items()} for c in changes[:2])
-        settings = " or ".join(map(format_settings, named))
+        fixes = ({(fix_names or {}).get(key, key): value for key, value in c.items()} for c in changes[:2])
+        settings = " or ".join(map(format_settings, fixes))
         fix = violation.fix(f"use {settings}" if settings else f"change {', '.join(rule.adjustable)}")
         problems.append(Problem(map(layout.name, rule.inputs), violation.why, fix))
     return problems
 
 
-def _range(key: str, values: LayoutValues, launch: Launch, read: Collection[str]) -> Iterable[Any]:
-    """Values worth trying for one key, the others as they are in `values`; `read` are keys of the rules."""
+def _range(key: str, values: LayoutValues, launch: Launch, keys: Collection[str]) -> Iterable[Any]:
+    """Values worth trying for one key, all others as in `values`; `keys` are the inputs of the rules."""
     started = launch.world_size
     ranks = divisors(started) if started else range(1, launch.most_ranks + 1)
     match key:
         case "model.num_heads":
             return divisors(values["model.hidden_size"])
         case "tp":
-            return divisors(values[HEADS]) if HEADS in read else ranks
+            return divisors(values[HEADS]) if HEADS in keys else ranks
         case "cp" | "ep":
             return divisors(values[key])
         case "expert_tp":
             return (None,)
         case "pp":
-            return range(1, min(values[LAYERS], launch.most_ranks) + 1) if LAYERS in read else ranks
+            return range(1, min(values[LAYERS], launch.most_ranks) + 1) if LAYERS in keys else ranks
         case "vp":  # interleaving needs pp * vp to divide the layers
-            return divisors(values[LAYERS] // values["pp"]) or (1,) if LAYERS in read else (1,)
+            return divisors(values[LAYERS] // values["pp"]) or (1,) if LAYERS in keys else (1,)
         case "dp" if values["dp"] is None:
             return ()
         case "dp":  # null (the ranks that are left) only where a launcher sets their number
-            most, rest = divmod(launch.most_ranks, replica_size(values))
+            limit, remainder = divmod(launch.most_ranks, replica_size(values))
             if started is None:
-                return range(1, most + 1)
-            return () if rest else (most, None)
+                return range(1, limit + 1)
+            return () if remainder else (limit, None)
         case "data.seq_length":
             step = sequence_quantum(values)
             return around(values[key], range(step, values["model.max_positions"] + 1, step))

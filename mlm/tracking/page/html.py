@@ -1,4 +1,4 @@
-"""HTML pages that open from disk and load nothing, and the curves of runs on them.
+"""Self-contained HTML pages, and the curves of runs on them.
 
 ```python
 curves, data = curves_of([read_run(Path("runs/a"), "a"), read_run(Path("runs/b"), "b")])
@@ -6,9 +6,9 @@ content = page("Two runs", [("runs", "Runs", table(…)), ("curves", "Curves", c
 write_result("two.html", content)
 ```
 
-What a template prints passes through `text` and is escaped; only Markup stays as it is. The script
-`assets/curves.js` draws the curves with uPlot, from data that are thinned here: of each bucket of neighbours
-the first, last, lowest and highest stay, so that no spike is lost, and its mean for smoothed curves.
+Templates escape all values but Markup, by `text`. The script `assets/curves.js` draws the curves with uPlot
+from thinned data: each bucket of neighbours keeps its first, last, lowest and highest point, so that no spike
+is lost, and its mean for smoothed curves.
 """
 
 import math
@@ -28,7 +28,7 @@ from mlm.util.errors import escape_controls, format_value
 from mlm.util.results import HTML_MARK
 
 MAX_TEXT = 300
-"""Characters of a value that a page shows."""
+"""Most characters of a value on a page."""
 AXES = ("step", "tokens", "time")
 CHARTS: tuple[tuple[str, str, str, str], ...] = (
     ("step", "loss", "Training loss", ""),
@@ -42,11 +42,11 @@ CHARTS: tuple[tuple[str, str, str, str], ...] = (
 NOT_CURVES = frozenset(
     (*AXES, "seconds", "waited", "loss_scale", "skipped_steps", "step_time_s", "tflops", "mfu")
 ) | {"perplexity", "epoch", "examples_per_s", "memory_bytes"}
-"""Numbers that no chart shows: they follow from others, or are seldom of interest."""
+"""Numbers without a chart: they follow from others, or are rarely useful."""
 
 
 def text(value: object, longest: int = MAX_TEXT) -> Markup:
-    """Escape a value of any type, control characters and half characters written out."""
+    """Escape a value of any type, with its control characters and unpaired surrogates."""
     if isinstance(value, Markup):
         return value
     content = value if isinstance(value, str) else format_value(value)
@@ -61,7 +61,7 @@ def figure(value: float, form: str = "{:.4f}") -> str:
 
 
 def command_line(words: object) -> Markup:
-    """Return the words of a command as typed, whole so that it can be copied."""
+    """Return a command line as typed, untruncated for copying."""
     return text(shlex.join(map(str, words)), 10_000) if isinstance(words, list) else Markup(MISSING)
 
 
@@ -92,7 +92,7 @@ def macro(template: str, name: str, *args: object, **values: object) -> Markup:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> Markup:
-    """Return a table whose first column names its rows; empty without rows. It scrolls where it is wide."""
+    """Return a scrolling table whose first column names its rows; empty without rows."""
     return macro("parts.html", "table", headings, list(rows), caption)
 
 
@@ -108,14 +108,14 @@ def asset(name: str) -> Markup:
 def page(
     title: str, sections: Sequence[tuple[str, str, Markup]], *, data: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a page of sections: anchor, heading and content of each; those without content are left out.
+    """Return a page of sections (anchor, heading, content), without empty ones.
 
-    `data` are the curves of a section, from `curves_of`; the scripts that draw them come with it. With
-    `reload` in it a browser loads the page again after that many seconds.
+    `data`: curves from `curves_of`, which adds the scripts that draw them. With `reload` in it, a browser
+    reloads the page after that many seconds.
     """
     shown = [section for section in sections if section[2]]
     template = environment().get_template("page.html")
-    # content-security policy: the browser is forbidden to load anything
+    # Content security policy: the browser loads nothing.
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     mark = Markup(HTML_MARK)
     content = template.render(title=title, sections=shown, data=data, mark=mark, policy=policy, asset=asset)
@@ -123,21 +123,21 @@ def page(
 
 
 def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
-    """Return the charts of some runs for a section of a page, and the page's `data` that they are drawn from.
+    """Return the charts section of some runs, and the page's `data` for it.
 
-    A page has one such section. It is empty if no run has logged a number.
+    A page has one such section, empty if no run has logged a number.
     """
-    titled = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
+    charted = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
     for run in runs:
         for kind, columns in run.tables.items():
             part = kind.partition("/")[2] or ("validation" if kind == "validation" else "training")
             for name in (name for name in columns if name not in NOT_CURVES):
                 label = name.removeprefix("validation/").replace("_", " ")
-                titled.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
-    charts = [chart for chart in titled.values() if any(len(run.column(*chart[:2])) for run in runs)][:40]
+                charted.setdefault((kind, name), (kind, name, f"{label}, {part}", ""))
+    charts = [chart for chart in charted.values() if any(len(run.column(*chart[:2])) for run in runs)][:40]
     present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
     most = max(30_000 // max(present, 1), 25)  # points of a curve, about 36 bytes each
-    curves, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()
+    curves, buckets = [dict[str, Any]() for _ in runs], dict[str, int]()
     for kind, name, _, _ in charts:
         for run, curves_of_run in zip(runs, curves, strict=True):
             if not len(run.column(kind, name)):
@@ -147,11 +147,11 @@ def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
             curve = thin(x, columns[name], most)
             curves_of_run[f"{kind}:{name}"] = curve
             if "bucket" in curve:
-                thinned[run.name] = max(thinned.get(run.name, 0), curve["bucket"])
+                buckets[run.name] = max(buckets.get(run.name, 0), curve["bucket"])
     units = {unit[:80] for run in runs if isinstance(unit := run.latest.get("loss_unit"), str)}
     loss_unit = units.pop() if len(units) == 1 else ""
-    return macro("curves.html", "curves", thinned) if charts else Markup(), {
-        "runs": [{"name": run.name, "curves": drawn} for run, drawn in zip(runs, curves, strict=True)],
+    return macro("curves.html", "curves", buckets) if charts else Markup(), {
+        "runs": [{"name": run.name, "curves": plots} for run, plots in zip(runs, curves, strict=True)],
         "charts": [
             {"key": f"{kind}:{name}", "title": title, "unit": loss_unit if name == "loss" else unit}
             for kind, name, title, unit in charts
@@ -167,7 +167,7 @@ def thin(x: Mapping[str, Column], y: Column, most: int) -> dict[str, Any]:
     """
     if len(y) <= most:
         return {**rounded(x), **rounded({"y": y})}
-    # of a bucket stay the first, last, lowest and highest point, and one that is not finite
+    # Keep the first, last, lowest, highest and first non-finite point of each bucket.
     edges = np.linspace(0, len(y), max(most // 5, 1) + 1).astype(int)
     keep, middles, means = set[int](), list[int](), list[float]()
     for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
@@ -180,16 +180,16 @@ def thin(x: Mapping[str, Column], y: Column, most: int) -> dict[str, Any]:
             keep |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
         if not finite.all():
             keep.add(start + int(np.argmin(finite)))
-    chosen, middle = np.array(sorted(keep)), np.array(middles)
+    indices, middle = np.array(sorted(keep)), np.array(middles)
     return {
-        **rounded({name: column[chosen] for name, column in x.items()} | {"y": y[chosen]}),
+        **rounded({name: column[indices] for name, column in x.items()} | {"y": y[indices]}),
         "bucket": round(len(y) / len(middles)),
         "mean": rounded({name: column[middle] for name, column in x.items()} | {"y": np.array(means)}),
     }
 
 
 def rounded(columns: Mapping[str, Column]) -> dict[str, list[float | int | None]]:
-    """Numbers for JSON: whole ones as such, others to some digits, null for NaN."""
+    """Numbers for JSON: integers, others to 7 digits, null for NaN."""
 
     def round_value(value: float) -> float | int | None:
         if not math.isfinite(value):

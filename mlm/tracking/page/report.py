@@ -1,4 +1,4 @@
-"""`mlm report`: read runs and write their page, once or while they train."""
+"""`mlm report`: write the page of runs, once or while they train."""
 
 import json
 import sys
@@ -22,20 +22,20 @@ from mlm.util.terminal import Screen, format_bytes
 
 TEMPLATE = "sections.html"
 MAX_ATTEMPTS = 6
-"""Attempts that are listed with their commands: the first and the newest."""
+"""Attempts listed with their commands: the first and the newest."""
 MAX_DIFFERENT = 200
 MAX_ROWS = 200
-"""Rows of a table of incidents, checkpoints or scores, of all runs together."""
+"""Most rows of a table of incidents, checkpoints or scores, over all runs."""
 SCORES = (
     *("loss", "perplexity", "bits_per_byte", "accuracy", "adjusted_perplexity", "word_perplexity", "score"),
 )
-"""Numbers of a result without `metrics` that are scores."""
+"""Keys of scores in a result without `metrics`."""
 
 
 def run(
     config: ReportConfig, console: Console | None = None, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Write the page of some runs, with watch=true until all are finished.
+    """Write the page of some runs, with watch=true until all have finished.
 
     Raises UserError, CorruptFileError.
     """
@@ -64,27 +64,26 @@ def write_page(config: ReportConfig, runs: Sequence[RunRecords], reload_s: float
 
 
 def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> bytes:
-    """Return the page of some runs. With `reload_s` a browser loads it again after that many seconds."""
+    """Return the page of some runs. With `reload_s` a browser reloads it after that many seconds."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    written = f"Written {now} by mlm {mlm.__version__}."
+    footer = f"Written {now} by mlm {mlm.__version__}."
     curves, data = curves_of(runs)
-    # settings in which the runs differ, and the others
-    every = {
+    settings = {
         key: [format_value(run.settings[key]) if key in run.settings else MISSING for run in runs]
         for key in dict.fromkeys(key for run in runs for key in run.settings)
     }
-    different = [[key, *values] for key, values in every.items() if len(set(values)) > 1]
-    equal = [[key, values[0]] for key, values in every.items() if len(set(values)) == 1]
-    hidden = max(len(different) - MAX_DIFFERENT, 0)
+    differing = [[key, *values] for key, values in settings.items() if len(set(values)) > 1]
+    equal = [[key, values[0]] for key, values in settings.items() if len(set(values)) == 1]
+    hidden = max(len(differing) - MAX_DIFFERENT, 0)
     loads = [(drawing, run.name) for run in runs for record in run.loads if (drawing := draw_load(record))]
     sections = [
-        ("runs", "Runs", macro(TEMPLATE, "runs", runs, written, reload_s)),
+        ("runs", "Runs", macro(TEMPLATE, "runs", runs, footer, reload_s)),
         ("curves", "Curves", curves),
         ("samples", "Samples", macro(TEMPLATE, "samples", runs, newest(runs, "samples"))),
         (
             "settings",
             "Settings",
-            macro(TEMPLATE, "settings", runs, different[:MAX_DIFFERENT], hidden, equal, MAX_ATTEMPTS),
+            macro(TEMPLATE, "settings", runs, differing[:MAX_DIFFERENT], hidden, equal, MAX_ATTEMPTS),
         ),
         ("experts", "Loads of experts", macro("experts.html", "drawings", loads)),
         ("scores", "Scores", scores_section(runs)),
@@ -97,7 +96,7 @@ def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> b
 
 def scores_section(runs: Sequence[RunRecords]) -> Markup:
     rows = list[tuple[object, ...]]()
-    # characters of a receipt: some pages would have hundreds
+    # Limit the receipts of a page with hundreds of them.
     longest = min(20_000, 300_000 // max(sum(len(run.scores) for run in runs), 1))
     for index, run in enumerate(runs):
         for file, result in run.scores:
@@ -116,8 +115,8 @@ def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not isinstance(part, dict):
             continue
         metrics, errors = part.get("metrics"), part.get("standard_errors")
-        known = metrics if isinstance(metrics, dict) else {key: part[key] for key in SCORES if key in part}
-        for name, value in known.items():
+        numbers = metrics if isinstance(metrics, dict) else {key: part[key] for key in SCORES if key in part}
+        for name, value in numbers.items():
             split = f" ({part['split']})" if isinstance(part.get("split"), str) else ""
             error = number(errors.get(name)) if isinstance(errors, dict) else float("nan")
             spread = f" ± {error:.4f}" if error == error else ""
@@ -126,7 +125,7 @@ def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords, Mapping[str, Any]]]:
-    """Return the newest records of each run's list `name` with the run's index, as many as fit a table."""
+    """Return the newest records of each run's list `name`, with the run's index; at most MAX_ROWS."""
     most = max(MAX_ROWS // max(len(runs), 1), 1)
     return [
         (index, run, record) for index, run in enumerate(runs) for record in list(getattr(run, name))[-most:]
@@ -136,7 +135,7 @@ def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords,
 def draw_load(record: Mapping[str, Any]) -> Markup:
     """Draw a record of kind `experts` as a heat map: a row for each layer, a cell for each expert.
 
-    A large model shows its least even layers; a damaged record is empty.
+    A large model shows its least even layers. Empty for a damaged record.
     """
     counts = record.get("counts")
     rows = list[tuple[str, list[float]]]()

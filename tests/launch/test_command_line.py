@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from mlm.launch.command_line import COMMAND, record_command_line, record_job, run_origin, typed_settings
 from mlm.launch.stop import LAUNCHED
-from mlm.launch.typed import COMMAND, record_command_line, record_job, run_origin, typed_settings
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
 
