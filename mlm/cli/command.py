@@ -55,11 +55,11 @@ class Command:
     """Lines `# what it does`, each followed by its command line, which may continue on indented lines."""
     positional: tuple[str, ...] = ()
     """Keys that words without `=` set, in this order: `mlm ckpt inspect runs/shakespeare`."""
-    several: bool = False
+    takes_list: bool = False
     """True if the only positional key is a list of all these words: `mlm report runs/a runs/b`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """As typed -> key: `mlm data build data=text` means input=text."""
-    kept_choices: tuple[str, ...] = ()
+    fixed_choices: tuple[str, ...] = ()
     """Group choices that experiment=… does not replace; typed choices do."""
     file_groups: tuple[str, ...] = ()
     """Groups that also accept a YAML path with the keys of their section: hardware=my_cluster.yaml."""
@@ -85,7 +85,7 @@ class Command:
     @property
     def usage(self) -> str:
         """Name with the positional keys: `ckpt inspect CKPT`."""
-        return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.several else "")
+        return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.takes_list else "")
 
     @property
     def example_pairs(self) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from threading import Event
 from traceback import extract_tb
 
+from mlm import __version__
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose.arguments import HELP, VERSION, find_command, second_words
 from mlm.cli.compose.help import main_help
@@ -20,7 +21,6 @@ from mlm.cli.outcome import (
     print_stdout,
     report,
     speaks_for_host,
-    version_line,
 )
 from mlm.launch.command_line import record_command_line
 from mlm.launch.stop import note_interrupted_imports, note_stop_requests, unblock_stop_signals
@@ -66,7 +66,8 @@ def _main(words: list[str]) -> int:
     if not words or words[0] in HELP:
         return print_stdout(main_help())
     if words[0] in VERSION or words == ["version"]:
-        return print_stdout(version_line())
+        hydra = resolve("importlib.metadata:version")("hydra-core")
+        return print_stdout(f"mlm {__version__} (hydra {hydra})")
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
         return print_stdout(main_help(words[0]))
     try:

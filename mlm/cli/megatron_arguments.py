@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from mlm.cli.megatron_script import command_in, conditional_flags, read_script
+from mlm.config.fields import split_weight
 from mlm.config.suggest import foreign_option, megatron_flags, plain_name
 from mlm.config.tree import leaves, other_names
 from mlm.runs.config import PretrainConfig
@@ -376,7 +377,7 @@ def translate_data(flags: Flags) -> Rule:
         settings["data.path"] = prefixes[0]
         used |= {"data_path", "train_data_path"}
     elif prefixes:
-        is_weighted = len(prefixes) % 2 == 0 and all(map(is_number, prefixes[::2]))
+        is_weighted = len(prefixes) % 2 == 0 and all(split_weight(f"{text} ")[0] for text in prefixes[::2])
         pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
         blend = [f"{weight} {prefix}" for weight, prefix in pairs] if is_weighted else prefixes
         settings["data.blend"] = f"[{','.join(blend)}]"
@@ -387,11 +388,3 @@ def translate_data(flags: Flags) -> Rule:
     if flags.get("load") == flags.get("save"):  # an existing run resumes automatically
         used.add("load")
     return settings, used
-
-
-def is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -5,10 +5,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from mlm import __version__
 from mlm.cli.command import Command
 from mlm.util.errors import UserError
-from mlm.util.system import resolve
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 HEAD_START_S = 5.0  # launchers end all ranks when one ends; let the reporting rank print first
@@ -17,11 +15,6 @@ HEAD_START_S = 5.0  # launchers end all ranks when one ends; let the reporting r
 def print_stdout(text: str) -> int:
     print(text)
     return OK
-
-
-def version_line() -> str:
-    hydra = resolve("importlib.metadata:version")("hydra-core")
-    return f"mlm {__version__} (hydra {hydra})"
 
 
 def report(command: Command, work: Callable[[], int]) -> int:

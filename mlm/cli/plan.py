@@ -163,7 +163,7 @@ NO_DEVICES = ("data=synthetic", "cluster=local")
 """Group choices of commands that use no device."""
 on_hardware = partial(
     Command,
-    kept_choices=NO_DEVICES,
+    fixed_choices=NO_DEVICES,
     file_groups=("hardware",),
     user_files={"hardware=this": find_calibration},
 )
@@ -221,7 +221,7 @@ COMMANDS = (
     ),
     Command(
         name="plan dry-run",
-        kept_choices=NO_DEVICES,
+        fixed_choices=NO_DEVICES,
         spec=PlanDryRunConfig,
         target="mlm.plan.dry_run:run",
         local_check=check_plan_dry_run,

@@ -44,7 +44,7 @@ COMMANDS = (
         local_check=check_report,
         preflight="mlm.cli.report:preflight",
         positional=("runs",),
-        several=True,
+        takes_list=True,
         summary="show runs on one page for a browser: curves, settings, incidents, scores",
         about="""Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm,
             learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in

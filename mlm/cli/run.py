@@ -26,7 +26,7 @@ from mlm.cli.compose.composition import (
 from mlm.cli.compose.groups import user_keys
 from mlm.cli.compose.overrides import Overrides, keys_of, prepare
 from mlm.cli.compose.saved import SavedValues, run_of_step, take_saved, take_saved_task
-from mlm.cli.outcome import OK, print_stdout, speaks_for_host, version_line
+from mlm.cli.outcome import OK, print_stdout, speaks_for_host
 from mlm.config.build import build, path_problems, streams_for
 from mlm.config.fields import OnlyIf, expand_home
 from mlm.config.imports import trusting
@@ -67,8 +67,6 @@ def run_command(command: Command, words: list[str]) -> int:
     folder = arguments.config_dir
     if arguments.help:
         return print_stdout(command_help(command, folder, arguments.overrides))
-    if arguments.version:
-        return print_stdout(version_line())
     if arguments.from_megatron is not None:
         from mlm.cli.megatron_arguments import translate_words  # needs the settings of pretraining
 

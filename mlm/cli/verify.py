@@ -50,7 +50,7 @@ COMMANDS = (
         check=check_parity,
         preflight="mlm.verify.parity:preflight",
         out_is_run_folder=True,
-        kept_choices=("precision=fp64", "cluster=local"),
+        fixed_choices=("precision=fp64", "cluster=local"),
         summary="check that a layout trains exactly as one process does, before using a cluster",
         about="""Runs the first steps of a pretraining run on the layout and on one process, and compares
             every loss, gradient and weight. Takes any command line of `mlm pretrain`; by default a tiny model
@@ -91,7 +91,7 @@ COMMANDS = (
         target="mlm.verify.resume:run",
         local_check=check_verify_resume,
         preflight="mlm.verify.resume:preflight",
-        kept_choices=("cluster=local",),
+        fixed_choices=("cluster=local",),
         summary="check that a killed run resumes as if nothing had happened",
         about="""Trains 2k steps straight; then k steps, a kill -9, and the same command again for k more.
             Compares every loss, and at the end every weight and moment, bit for bit. On a GPU add

@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cache
 from math import isqrt
@@ -115,10 +115,10 @@ def nearest(
 
 
 def most_alike(word: str, candidates: Iterable[str], least: float) -> str | None:
-    """The candidate most like a word by difflib's ratio, of equals the first; None if none has `least`."""
-    words = list(candidates)
-    close = sorted(get_close_matches(word, words, n=len(words) or 1, cutoff=least), key=words.index)
-    return max(close, key=lambda key: SequenceMatcher(None, key, word).ratio(), default=None)
+    """The first candidate with the largest difflib ratio; None if no ratio is at least `least`."""
+    ratios = {key: SequenceMatcher(None, key, word).ratio() for key in candidates}
+    best = max(ratios, key=lambda key: ratios[key], default="")
+    return best if ratios.get(best, 0.0) >= least else None
 
 
 def nearest_key(cls: type, key: str) -> str | None:

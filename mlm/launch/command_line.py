@@ -30,7 +30,6 @@ def record_command_line(words: Sequence[str]) -> Iterator[None]:
 
 
 def record_job(settings: Sequence[str]) -> None:
-    """Record the settings of the running job, as words."""
     if noted := _noted():
         _note({"words": noted["words"], "settings": list(settings)})
 

@@ -82,7 +82,8 @@ def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
     assert module.startswith("mlm."), f"{module} is not part of mlm"
     config = from_dict(getattr(import_module(module), name), job["config"])
     store = rendezvous_store(position, config.dist.timeout_s)
-    return run_rank(job["target"], config, position=position, store=store, reporter=reporter)
+    with streams_for(config):
+        return run_rank(job["target"], config, position=position, store=store, reporter=reporter)
 
 
 def run_rank(
@@ -126,8 +127,7 @@ def run_rank(
                     timeout_s=dist.timeout_s,
                     watch=watch,
                 )
-        with streams_for(config):
-            code = resolve(target)(config, ctx) or 0
+        code = resolve(target)(config, ctx) or 0
         if position.world_size > 1:
             with watch.waiting("end of the process groups", "world", everyone):
                 distributed.destroy_process_group()

@@ -316,6 +316,5 @@ def recorded_special(data: DataConfig) -> tuple[int | None, int | None]:
 
 
 def corpus_folders(data: DataConfig) -> list[Path]:
-    """Folders of the training corpora."""
     is_named = data.blend or data.train is not None or data.path is not None
     return [corpus.train.parent for corpus in corpora(data)] if is_named else []

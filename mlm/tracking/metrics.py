@@ -31,7 +31,6 @@ class ExpertLoads:
 
     @property
     def dropped_share(self) -> float:
-        """Dropped share of all choices."""
         counts, dropped = (sum(map(sum, by_layer.values())) for by_layer in (self.counts, self.dropped))
         return dropped / max(1, counts)
 

@@ -29,6 +29,12 @@ MAX_LISTED = 500
 MAX_PROBLEMS = 5
 """Damaged files of a run that are named."""
 LARGEST = float(1 << 53)
+STATISTICS: dict[str, Callable[[Column], Any]] = {
+    "last": lambda column: column[-1],
+    "min": np.min,
+    "max": np.max,
+    "median": np.median,
+}
 
 
 class MetricRows:
@@ -177,21 +183,10 @@ class RunRecords:
         column = self.tables.get(kind, {}).get(name, np.empty(0))
         return column[np.isfinite(column)]
 
-    def last(self, kind: str, name: str) -> float:
-        return self._reduced(kind, name, lambda column: column[-1])
-
-    def lowest(self, kind: str, name: str) -> float:
-        return self._reduced(kind, name, np.min)
-
-    def highest(self, kind: str, name: str) -> float:
-        return self._reduced(kind, name, np.max)
-
-    def median(self, name: str) -> float:
-        return self._reduced("step", name, np.median)
-
-    def _reduced(self, kind: str, name: str, reduce: Callable[[Column], Any]) -> float:
+    def statistic(self, statistic: str, kind: str, name: str) -> float:
+        """Return a statistic (a key of STATISTICS) of a column's finite numbers; NaN without any."""
         column = self.column(kind, name)
-        return float(reduce(column)) if len(column) else math.nan
+        return float(STATISTICS[statistic](column)) if len(column) else math.nan
 
 
 def names_of(folders: Sequence[str]) -> list[str]:

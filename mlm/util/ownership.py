@@ -217,12 +217,12 @@ def delete_owned(
             is_partial = entry.startswith(".") and entry.endswith(".partial") and dot and digits.isdigit()
             if matches_any(entry, patterns) or (is_partial and matches_any(stem, (*patterns, MARKER))):
                 _delete(folder / entry, KINDS[kind].inside)
-        others = sorted(set(os.listdir(folder)) - {MARKER})
+        foreign = sorted(set(os.listdir(folder)) - {MARKER})
         if not keep_folder:
             (folder / MARKER).unlink()
-        if others:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            return f"{path}: kept, as it holds {', '.join(others[:3])}{more}, which mlm did not write"
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            return f"{path}: kept, as it holds {', '.join(foreign[:3])}{more}, which mlm did not write"
         if marker.get("created") and not keep_folder and not folder.is_symlink():
             folder.rmdir()
     except OSError as error:

@@ -220,7 +220,6 @@ def short_digest(digest: str) -> str:
 
 
 def target_name(path: str | Path) -> str:
-    """Name the target of a result, for messages."""
     return "standard output" if str(path) == STDOUT else str(path)
 
 
@@ -248,9 +247,6 @@ def _stream(path: Path) -> int | str | None:
 @contextmanager
 def results_alone_on_stdout() -> Iterator[None]:
     """Redirect printed output to standard error while inside; standard output gets results alone (out=-)."""
-    if _results.get() is not None:
-        yield
-        return
     token = _results.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):

@@ -23,11 +23,6 @@ from mlm.util.ownership import RUN_SETTINGS
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
-SWITCHES = {
-    **dict.fromkeys(HELP, "help"),
-    **dict.fromkeys(VERSION, "version"),
-    "--resolve": "resolve",
-}
 TASK_KEYS = ("task=", "task.name=", "--task")
 
 
@@ -38,7 +33,6 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     """`key=value` settings; a word without `=` is an error, or names a section after --help."""
     help: bool = False
-    version: bool = False
     resolve: bool = False
     """Print the config with its interpolations filled in."""
     cfg: str | None = None
@@ -128,8 +122,10 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         word = queue.pop(0)
         name, equals, value = word.partition("=")
         text = value if equals else None
-        if name in SWITCHES and not equals:
-            setattr(parsed, SWITCHES[name], True)
+        if word in HELP:
+            parsed.help = True
+        elif word == "--resolve":
+            parsed.resolve = True
         elif name == "--check":
             if text is None and queue and queue[0].isdecimal():
                 text = queue.pop(0)
@@ -204,7 +200,7 @@ def _with_keys(command: Command, texts: Sequence[str]) -> list[str]:
     for text in texts:
         is_value = "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
         name, _, value = text.partition("=")
-        if command.several and (is_value or (name == keys[0] and value and not value.startswith("["))):
+        if command.takes_list and (is_value or (name == keys[0] and value and not value.startswith("["))):
             words.append(text if is_value else value)
         else:
             named.append(f"{keys.pop(0)}={text}" if is_value and keys else text)

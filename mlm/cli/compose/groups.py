@@ -32,7 +32,6 @@ def chosen_groups(config: str) -> tuple[str, ...]:
 
 
 def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
-    """Config groups of a command with their choices, shipped and the user's."""
     user = groups(Path(config_dir)) if config_dir else {}
     shipped = groups(CONFIG_DIR)
     names = sorted({*chosen_groups(command.config), *user})

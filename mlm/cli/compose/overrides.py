@@ -52,7 +52,7 @@ class Overrides:
 
     texts: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    doubtful: set[str] = field(default_factory=set)
+    rejected_keys: set[str] = field(default_factory=set)
     """Keys and sections of rejected overrides. They have other values than typed, so their further problems
     are not reported."""
     import_paths: list[str] = field(default_factory=list)
@@ -60,17 +60,20 @@ class Overrides:
 
     def reject(self, problem: Problem, keys: Iterable[str]) -> None:
         self.problems.append(problem)
-        self.doubtful.update(keys)
+        self.rejected_keys.update(keys)
 
     def all_problems(self, problems: Iterable[Problem]) -> list[Problem]:
         """All problems, without those that follow from a rejected override."""
-        return [*self.problems, *(problem for problem in problems if not problem.concerns(self.doubtful))]
+        return [
+            *self.problems,
+            *(problem for problem in problems if not problem.concerns(self.rejected_keys)),
+        ]
 
 
 def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = None) -> Overrides:
     # An experiment does not replace these choices of the command, typed ones do.
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
-    choices = command.kept_choices if "experiment" in keys else ()
+    choices = command.fixed_choices if "experiment" in keys else ()
     overrides = Overrides([choice for choice in choices if choice.partition("=")[0] not in keys])
     options, schema = command_groups(command, config_dir), leaves(command.spec)
     for text in _with_files(command, typed, overrides):

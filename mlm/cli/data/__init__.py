@@ -121,7 +121,7 @@ COMMANDS = (
             mlm data merge a_text_document b_text_document out=corpora/both
         """,
         positional=("paths",),
-        several=True,
+        takes_list=True,
     ),
     Command(
         name="data split",

@@ -27,7 +27,6 @@ def memory(available: int, ranks_here: int) -> CheckResult:
 
 
 def disk(folder: Path) -> CheckResult:
-    """Judge the free space of a folder's file system."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -115,7 +114,6 @@ HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def environment(environ: Mapping[str, str], ranks_here: int) -> list[CheckResult]:
-    """Judge variables of NCCL, gloo and torch."""
     findings = list[CheckResult]()
     for name, values, reason in HURTS:
         if environ.get(name, "").upper() in values:

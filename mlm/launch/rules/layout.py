@@ -122,7 +122,6 @@ def num_replicas(replica: int, dp: int | None, launch: Launch) -> int:
 
 
 def replica_size(values: LayoutValues) -> int:
-    """Ranks of one replica."""
     return int(values["tp"] * values["cp"] * values["pp"])
 
 
