@@ -106,7 +106,7 @@ def run_job(job: Job) -> int:
     for key, resolver in command.resolvers.items():
         if key in keys and (line := resolve(resolver)(values, keys)):
             job.note(line)
-    # Only typed import paths are imported, never those of a saved run.
+    # Only typed import paths are imported, never a saved run's.
     typed = flatten(plain_values(composition.typed, resolve=False))
     imports = [typed.get(key) for key, leaf in leaves(command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)

@@ -43,7 +43,7 @@ GROUP_SETS = {
     "task": {"name", "out", "task", "optimizer", "train", "schedule"},
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "cp", "pp", "vp", "dp", "recompute"},
 }
-"""Sections and keys set by groups whose name is not that of their section."""
+"""Sections and keys set by groups that are not named like their section."""
 
 
 @dataclass

@@ -37,12 +37,12 @@ class ImportHFConfig:
     out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
     base: CheckpointPath | None = None
-    """Of a folder of peft's, the model that its adapters were trained on: a checkpoint, run directory, model
-    folder or Hub id; null takes the one that it names."""
+    """Base model of adapters in a folder of peft: a checkpoint, run directory, model folder or Hub id; null
+    takes the one that the folder names."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; null takes the default branch."""
     verify: bool = True
-    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+    """Compare logits with `transformers` on the same tokens, and write nothing if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,11 @@ class ExportHFConfig:
     out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
     merge: bool = False
-    """Of a run with adapters, add them to the weights of their base; else the adapters alone are written, as
-    peft loads them."""
+    """Add adapters to the weights of their base; false writes the adapters alone, as peft loads them."""
     max_file_gb: Annotated[float, POSITIVE] = 5.0
     """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
-    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+    """Compare logits with `transformers` on the same tokens, and write nothing if they differ."""
     push: str | None = None
     """Repository of the Hugging Face Hub to upload the folder to, too: OWNER/NAME; a new one is private."""
     public: Annotated[bool, OnlyIf("push")] = False
