@@ -248,6 +248,22 @@ def test_text_is_taken_literally_unless_it_is_quoted(cli: Cli, tmp_path: Path, t
     assert cli.launched.config.prompt == "a, b"
 
 
+@pytest.mark.parametrize("name", ["ü.txt", "it's.txt", "a(1).txt", "#1.txt", "a,b.txt", "x{1}.txt"])
+def test_text_where_a_list_may_stand_is_taken_literally_too(cli: Cli, name: str) -> None:
+    """A file's name is no syntax; brackets make a list of them."""
+    words = ["data", "build", "tokenizer=tokenizer.json", "out=corpus"]
+    assert main([*words, f"data={name}"]) == 0
+    assert cli.launched.config.input == name
+    cli.launched.configs.clear()
+    assert main([*words, f'data=["{name}",b.txt]']) == 0
+    assert cli.launched.config.input == (name, "b.txt")
+
+
+def test_list_of_texts_that_cannot_be_read_asks_for_quotes(cli: Cli) -> None:
+    assert cli("data build data=[ü.txt] tokenizer=tokenizer.json out=corpus") == 2
+    assert "quote the value: \"input=['…','…']\"" in cli.err
+
+
 def test_users_yaml_stands_beside_the_shipped(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
     assert cli("pretrain --config-dir mine model=my_model data=synthetic precision=bf16") == 0

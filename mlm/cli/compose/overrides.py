@@ -33,6 +33,8 @@ from mlm.util.errors import Problem, UserError, escape_controls, format_value
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+TEXTS = (str, str | None, str | tuple[str, ...])
+"""Types of the keys whose value may be a text."""
 USER_OPTIONS = ("model.options.", "optimizer.options.", "schedule.options.")
 """Sections whose keys only the user's code knows."""
 IMPORT_KEYS = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
@@ -86,9 +88,10 @@ def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = 
         problem = _spelling(command, text, options)
         if problem is None:
             # Text is literal, so that prompt=To be, or needs no second quotes. Hydra's syntax stays: quoted
-            # text, interpolations, and null unless the text cannot be null.
+            # text, interpolations, lists where the key takes one too, and null unless the text cannot be null.
             leaf = schema.get(key)
-            is_text = leaf is not None and leaf.type in (str, str | None)
+            is_list = leaf is not None and leaf.type == str | tuple[str, ...] and value.startswith("[")
+            is_text = leaf is not None and leaf.type in TEXTS and not is_list
             is_null = value == "null" and leaf is not None and (leaf.type is not str or leaf.role is not None)
             if is_text and not (is_null or "${" in value or QUOTED.fullmatch(value)):
                 text = f"{key}={quote(value)}"
@@ -146,8 +149,9 @@ def _value_problem(
     schema, is_section = leaves(command.spec), key in sections(command.spec)
     leaf = schema.get(key)
     if override is None:
-        if leaf is None or leaf.type in (str, str | None):
-            return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
+        if leaf is None or leaf.type in (*TEXTS, tuple[str, ...]):
+            quoted = "'…'" if leaf is None or leaf.type in (str, str | None) else "['…','…']"
+            return Problem((key,), f"cannot read '{text}'", f'quote the value: "{key}={quoted}"')
         example = (
             "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={format_value(leaf.default)}'"
         )
