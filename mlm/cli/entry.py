@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             warn_once(is_heard=speaks_for_host(os.environ))
             with writable_streams() as output:
                 code = _main(words)
+            if code in (FAILED, MISTAKE) and interrupted.is_set():
+                # An import swallowed it, and what failed later was taken for the user's mistake.
+                print("mlm: Ctrl-C during an import; what failed may follow from it", file=sys.stderr)
+                return INTERRUPTED
         except KeyboardInterrupt:
             return INTERRUPTED
         except Exception as error:

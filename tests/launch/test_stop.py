@@ -258,3 +258,20 @@ def test_an_interrupt_that_an_import_swallows_ends_the_command_as_one(
         with pytest.raises(AttributeError):
             main(words)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("code, expected", [(0, 0), (1, 130), (2, 130)])
+def test_a_mistake_after_an_interrupt_that_an_import_swallows_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+) -> None:
+    """A checkpoint that a half-imported library does not load is no mistake of the user's."""
+    (tmp_path / "interrupted_import.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def half_imported(words: list[str]) -> int:
+        with pytest.raises(KeyboardInterrupt):
+            import_module("interrupted_import")
+        return code
+
+    monkeypatch.setattr("mlm.cli.entry._main", half_imported)
+    assert main(["import"]) == expected
