@@ -113,10 +113,10 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
         for settings in (now, then):
             options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
             settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
-    # of some keys only some runs depend: masking is BERT's, an end of documents counts with switches
+    # of some keys only some runs depend: masking is BERT's, an end of documents counts with switches of both
     unused = {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"}
     unused.difference_update(family_of(config.model.kind).data_keys)
-    if not any(getattr(config.data, switch) for switch in SWITCHES):
+    if not any(getattr(config.data, switch) and then.get(f"data.{switch}") for switch in SWITCHES):
         unused.add("data.eod_id")
     return [
         f"{key}={format_value(now[key])}: the run in {run} was trained with {format_value(then[key])}; set "

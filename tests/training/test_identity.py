@@ -89,6 +89,15 @@ def test_all_differences_that_count_are_reported_at_once() -> None:
         assert len(identity_errors(spec, saved, "the run")) == count
 
 
+def test_end_of_documents_that_a_new_switch_fills_in_is_no_second_difference() -> None:
+    """The run before had no switch, and therefore no id; nobody typed one."""
+    saved = to_dict(bert())
+    put(saved, "data.mask_eod_loss", False)
+    put(saved, "data.eod_id", None)
+    (error,) = identity_errors(bert(), saved, "runs/a")
+    assert error.startswith("data.mask_eod_loss=true")
+
+
 def test_what_may_change_is_recorded_from_and_to() -> None:
     saved = copy.deepcopy(to_dict(config()))
     saved["optimizer"]["lr"], saved["log"]["every"] = 0.5, 77
