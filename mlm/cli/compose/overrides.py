@@ -88,7 +88,7 @@ def prepare(command: Command, typed: Sequence[str], *, config_dir: str | None = 
         problem = _spelling(command, text, options)
         if problem is None:
             # Text is literal, so that prompt=To be, or needs no second quotes. Hydra's syntax stays: quoted
-            # text, interpolations, lists where the key takes one too, and null unless the text cannot be null.
+            # text, interpolations, lists if the key takes them, and null unless the text cannot be null.
             leaf = schema.get(key)
             is_list = leaf is not None and leaf.type == str | tuple[str, ...] and value.startswith("[")
             is_text = leaf is not None and leaf.type in TEXTS and not is_list
