@@ -132,7 +132,7 @@ class RayExecutor:
             problem = f"no node with a core for {NODE_S:.0f} s in stage {stage.name}, lost: {lost}"
             raise executor_error(problem, "start one, and run this again: finished tasks are kept")
         if dead.keys() - self._dead:
-            # Ray waits for a dead node if it had not started a task.
+            # Ray waits for a frozen node with the tasks that it had not started
             self._dead |= dead.keys()
             self._running = {v: (task, node or DOUBTED) for v, (task, node) in self._running.items()}
         return next((v for v, (_, node) in self._running.items() if node in dead or node == DOUBTED), None)

@@ -105,6 +105,19 @@ def test_ray_that_is_not_installed_is_said_with_the_extra(monkeypatch: pytest.Mo
     assert problem == "executor=ray needs the package ray: pip install 'mlm[ray]'"
 
 
+def test_a_task_that_told_no_node_is_started_again_once_a_node_is_dead() -> None:
+    executor: Any = RayExecutor(None, None, Screen())
+    node = {"NodeManagerHostname": "host", "Resources": {"CPU": 1.0}}
+    nodes = [node | {"NodeID": "a", "Alive": True}, node | {"NodeID": "b", "Alive": False}]
+    executor._ray, stage = SimpleNamespace(nodes=lambda: nodes), SimpleNamespace(name="clean")
+    executor._running = {"silent": (0, ""), "alive": (1, "a")}
+    assert executor._on_dead_node(stage) == "silent"
+    executor._running = {"again": (0, ""), "alive": (1, "a")}  # the node is known to be dead
+    assert executor._on_dead_node(stage) is None
+    executor._running["late"] = (2, "b")
+    assert executor._on_dead_node(stage) == "late"
+
+
 # ---- with Ray
 
 
