@@ -122,6 +122,21 @@ def test_logits_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
+def test_three_steps_have_the_losses_of_transformers(tmp_path: Path) -> None:
+    model, losses = make_kin("Roberta", "ForMaskedLM"), list[list[float]]()
+    model.save_pretrained(tmp_path)
+    for module, loss_of in ((model.double(), theirs_loss), (read_ours(tmp_path), our_loss)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(module, SHAPES[0])[1]
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-9)
+
+
 @pytest.mark.parametrize(("kin", "dtype"), [("Roberta", "bf16"), ("DistilBert", "fp16")])
 def test_half_precision_is_as_near_as_that_of_transformers(tmp_path: Path, kin: str, dtype: str) -> None:
     """Root mean squares of what differs from float64; ours keeps weights in float32."""

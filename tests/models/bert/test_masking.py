@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.bert.masking import BERTVocab, choose_grams, mask_tokens, split_grams
+from mlm.models.bert.masking import BERTVocab, choose_grams, draw_sizes, mask_tokens, split_grams
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
@@ -140,6 +140,12 @@ def test_replacement_is_drawn_per_token_not_per_ngram() -> None:
     assert abs(hits.mean() - 0.64) < 5 * np.sqrt(
         0.64 * 0.36 * 2 / len(hits)
     )  # neighbouring pairs share a token
+
+
+def test_drawn_sizes_follow_one_over_n() -> None:
+    counts = np.bincount(draw_sizes(draw(root(2), np.arange(60_000)), 4))
+    expected = 60_000 * 12 / 25 / np.arange(1, 5)
+    assert ((counts[1:] - expected) ** 2 / expected).sum() < 33  # chi-square, 3 degrees: 3e-7
 
 
 def test_random_tokens_are_even_over_all_but_the_special_ones() -> None:
