@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.norms import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _Collective
 from mlm.training.observer import StepOutcome
@@ -95,8 +96,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
 
 
+def statistics_in_half(trainer: Trainer) -> None:
+    """Means and variances of layer norms."""
+    for module in trainer.model.chunks[0].modules():
+        if isinstance(module, LayerNorm):
+            module.forward = lambda x, m=module: layer_norm(x, m.weight.to(x), m.bias.to(x), m.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
+
+
 def loss_scale_forgotten(trainer: Trainer) -> None:
     trainer.scaler.scale.fill_(1.0)
+
+
+def loss_scale_not_applied(trainer: Trainer) -> None:
+    forward_backward = trainer.forward_backward
+
+    def without(batches: Any, objective: Any = None) -> Tensor:
+        with patch.object(trainer.scaler, "scale", torch.ones(())):
+            return forward_backward(batches)
+
+    trainer.forward_backward = without
 
 
 def after_update(trainer: Trainer, change: Callable[[], None]) -> None:
@@ -128,6 +151,12 @@ def moments_in_half(trainer: Trainer) -> None:
     after_update(trainer, change)
 
 
+def residual_in_bfloat16(trainer: Trainer) -> None:
+    """In a run in float16."""
+    for layer in trainer.model.chunks[0].layers.values():
+        layer.register_forward_hook(lambda m, _, y: y.to(torch.bfloat16).to(y.dtype))
+
+
 @dataclass(frozen=True)
 class Slip:
     """A dtype that is not the one it should be, on the layout alone."""
@@ -140,24 +169,19 @@ class Slip:
 
 SLIPS = (
     Slip(gradients_reduced_in_half, Layout(dp=2, precision="bf16"), "gradient 1 of"),
-    Slip(
-        sharded_gradients_reduced_in_half,
-        Layout(dp=2, zero=2, precision="bf16"),
-        "gradient in half precision",
-    ),
+    Slip(sharded_gradients_reduced_in_half, Layout(dp=2, zero=2, precision="bf16"), "gradient in half"),
     Slip(sums_over_micro_batches_in_half, Layout(pp=2, precision="bf16"), "gradient 1 of"),
     Slip(norms_in_half, Layout(dp=2, llama="llama", precision="bf16"), "gradient 2 of"),
+    Slip(statistics_in_half, Layout(dp=2, precision="bf16"), "gradient 1 of"),
     Slip(loss_scale_forgotten, Layout(tp=2, precision="fp16", micro_batches=4), "gradient 1 of"),
-    Slip(
-        master_weights_in_half,
-        Layout(dp=2, zero=3, llama="llama", precision="bf16"),
-        "weight in half precision",
-    ),
+    Slip(loss_scale_not_applied, Layout(dp=2, zero=2, precision="fp16"), "gradient 1 of"),
+    Slip(master_weights_in_half, Layout(dp=2, zero=3, llama="llama", precision="bf16"), "weight in half"),
     Slip(moments_in_half, Layout(pp=2, precision="bf16", micro_batches=4), "weight of"),
+    Slip(residual_in_bfloat16, Layout(tp=2, precision="fp16", micro_batches=4), "gradient 1 of"),
 )
 
 
-@pytest.mark.parametrize("slip", slow_but({1, 2, 4, 5}, SLIPS), ids=lambda slip: slip.plant.__name__)
+@pytest.mark.parametrize("slip", slow_but({1, 2, 4, 5, 6, 7, 9}, SLIPS), ids=lambda slip: slip.plant.__name__)
 def test_slip_of_a_dtype_is_found(slip: Slip) -> None:
     half = run_on_ranks(compare_half, slip.layout, slip.plant, **slip.layout.sizes)[0]
     assert any(slip.found in problem for problem in problems(half, slip.layout))
