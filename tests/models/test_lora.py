@@ -12,13 +12,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from mlm.convert.huggingface.families import mapping_of_kind
 from mlm.models.config import LoraConfig
 from mlm.models.family import family_of
-from mlm.models.lora import add_adapters, freeze_base
+from mlm.models.lora import adapted_on_meta, add_adapters, freeze_base
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_full
 from mlm.training.pipelined import PipelinedModel
+from mlm.util.errors import ConfigError
 from tests.models.peft_adapters import adapt, to_ours
 from tests.models.tiny import tiny
 
@@ -123,3 +124,8 @@ def test_of_a_mixture_all_but_routed_experts_have_adapters() -> None:
     trained = {name for name, p in ours.named_parameters() if p.grad is not None}
     layers = ("attention.query", "attention.kv", "attention.out", "mlp.shared.up", "mlp.shared.down")
     assert trained == {f"layers.0.{layer}.lora.{part}" for layer in layers for part in "ab"}
+
+
+def test_a_target_that_names_no_layer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no layer is named proj; use "):
+        adapted_on_meta(tiny("llama"), LoraConfig(rank=2, targets=("up", "proj")), {})

@@ -66,6 +66,12 @@ def run_layer(layer: Linear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
     return y
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_size_that_tp_does_not_divide_is_named(kind: type[Linear]) -> None:
+    with pytest.raises(ValueError, match="features=6 must be divisible by tp=4"):
+        kind(6, 6, tp=Axis("tp", 0, 4))
+
+
 class Casts(TorchDispatchMode):
     """Shapes of the tensors that are cast to another dtype."""
 

@@ -40,6 +40,21 @@ def collectives() -> Iterator[dict[str, list[torch.dtype]]]:
         yield seen
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@on_ranks(dp=2)
+def test_gradients_of_the_last_samples_are_under_way_before_finish(ctx: ParallelContext, zero: int) -> None:
+    mine, (last, *others) = Rank(ctx, zero), samples_of(0, ctx.dp.rank)
+    with collectives() as seen:
+        mine.reducer.start_step()
+        for sample in others:
+            mine.loss(sample).backward()
+        assert seen["start_reduce_scatter"] == []
+        mine.reducer.sync = True
+        mine.loss(last).backward()
+        assert len(seen["start_reduce_scatter"]) == LAYERS + 1
+        mine.reducer.finish()
+
+
 @pytest.mark.parametrize(("zero", "reduce"), [(2, "every"), (3, "last")])
 def test_messages_of_two_steps(zero: int, reduce: ZeroReduce) -> None:
     """Weights are gathered once per step (zero=2), or forward and backward of each micro-batch, the root's

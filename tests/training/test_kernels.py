@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ from mlm.training.kernels import (
     attention_of_any_shape,
     choose_attention,
     choose_kernels,
+    compile_layers,
     kernels_line,
     settle_kernels,
+    should_compile,
 )
 from mlm.training.memory import torch_errors_as_user_errors
 from mlm.training.trainer import Trainer
@@ -367,6 +370,19 @@ def test_kernels_are_settled_by_the_device_and_the_size_of_a_layer(
     assert not is_idle or line == "cuda_graphs=true has no effect on a CPU"
     several_shapes = settle_kernels(spec, torch.device(device), replicas=1, one_shape=False)
     assert (several_shapes.cuda_graphs, several_shapes.fuse_accumulation) == (False, False)
+
+
+def test_layers_compile_by_default_where_there_is_a_compiler_and_for_graphs_on_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, cpu, layer = torch.device("cuda"), torch.device("cpu"), Mock()
+    monkeypatch.setattr("mlm.training.kernels.prepare_to_compile", Mock())
+    for found in (False, True):
+        monkeypatch.setattr("torch.utils._triton.has_triton", lambda found=found: found)
+        assert [should_compile(choice, gpu) for choice in (None, True, False)] == [found, True, False]
+        assert not should_compile(None, cpu)
+        compile_layers([layer], True, cpu, graphs=found)
+    assert [call.kwargs["mode"] for call in layer.compile.mock_calls] == ["default", "reduce-overhead"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.runs.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import StopAgreed, StopVote, Trainer
 from tests.models.tiny import tiny
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 VOCAB, SEQ = 61, 16
 
@@ -165,6 +165,13 @@ def test_gradients_and_moments_in_float16_are_those_without_the_loss_scale(clip:
         found.append([torch.cat([x.flatten() for x in tensors]) for tensors in values])
     for exact, half in zip(*found, strict=True):
         assert (half @ exact / (exact @ exact)).item() == pytest.approx(1, rel=5e-3)
+
+
+@on_ranks(dp=2)
+def test_a_stop_asked_of_one_rank_is_heard_by_all(ctx: ParallelContext) -> None:
+    vote = StopVote(Trainer(config(), ctx), lambda: 15 * ctx.rank)
+    vote.before_update()
+    assert vote.result() == 15
 
 
 def test_all_ranks_leave_a_validation_after_the_same_batch() -> None:
