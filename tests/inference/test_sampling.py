@@ -120,3 +120,9 @@ def test_no_n_gram_occurs_twice(size: int, token: int) -> None:
     options = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=size)
     text = [2, 0, 1, 1, 0, 1]
     assert next_tokens(LOGITS.clone().unsqueeze(0), [0], [0], options, (), [text]) == [token]
+
+
+def test_a_text_that_holds_every_token_repeats_one_and_of_equal_ones_the_lowest_is_taken() -> None:
+    greedy = replace(PLAIN, temperature=0.0, no_repeat_ngram_size=1)
+    for row, token in ((LOGITS.clone(), 1), (torch.tensor([0.0, 2.0, 2.0, 1.0]), 1)):
+        assert next_tokens(row.unsqueeze(0), [0], [0], greedy, (), [range(4)]) == [token]

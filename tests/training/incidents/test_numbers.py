@@ -38,10 +38,7 @@ def clean_norms(kind: str, count: int) -> list[float]:
     drawn = []
     for step in range(count):
         level = 0.95 * level + draw.gauss(0, 0.03)  # neighbouring steps are alike
-        tail = {
-            "normal": draw.gauss(0, 0.2),
-            "heavier": 0.1 * draw.expovariate(1.0) ** 1.3,
-        }[kind]
+        tail = {"normal": draw.gauss(0, 0.2), "heavier": 0.1 * draw.expovariate(1.0) ** 1.3}[kind]
         drawn.append(math.exp(level + tail + 2 / (1 + step / 50)))
     return drawn
 
@@ -80,6 +77,14 @@ def test_the_limit_is_reached_once_in_so_many_steps() -> None:
     assert 13.8 < return_level(excesses, 1e6, 0.0) < 20
     assert return_level(excesses, 1e3, 0.0) < return_level(excesses, 1e6, 0.0)
     assert return_level([0.0] * 512, 1e6, 0.01) == pytest.approx(0.132, abs=0.001)
+
+
+def test_the_window_holds_finite_numbers_and_those_of_the_first_level() -> None:
+    recent = RecentSteps(2)
+    for loss in range(100):
+        recent.add(float(loss), 1.0)
+        recent.add(math.nan, 1.0)
+    assert [loss for loss, _ in recent.pairs] == list(range(66, 100))
 
 
 def test_there_is_no_limit_without_a_threshold_or_before_32_steps_are_known() -> None:
@@ -193,13 +198,12 @@ def test_a_resumed_run_remembers_all_that_the_first_did() -> None:
     assert again.recent.pairs == state.recent.pairs
     assert replace(again, recent=state.recent) == state
     assert again.doubt == again.high == 3
+    assert [again.rewind_below(step) for step in (9, 12, 13)] == [8, 8, None]
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        *({"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}, {"left_out_samples": [[1 << 62, 1]]}),
-    ],
+    [*({"streak": 1.0}, {"rewinds": True}, {"left_out_steps": [-3]}, {"left_out_samples": [[1 << 62, 1]]})],
     ids=str,
 )
 def test_a_count_that_is_none_is_damage(change: dict[str, Any]) -> None:
