@@ -65,12 +65,17 @@ def test_a_folder_that_its_last_writer_deleted_is_not_called_write_protected(tmp
         pass
 
 
-def test_a_file_system_without_locks_warns_and_continues(
+def test_a_file_system_without_locks_warns_and_continues_and_a_disk_that_fails_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    refused, broken = (OSError(number, os.strerror(number)) for number in (errno.ENOLCK, errno.EIO))
     with mock.patch.object(fcntl, "flock", side_effect=refused), single_writer(tmp_path):
         assert "cannot be locked here" in caplog.text
+    with (
+        mock.patch.object(fcntl, "flock", side_effect=broken),
+        pytest.raises(UserError, match="when locking"),
+    ):
+        single_writer(tmp_path).__enter__()
 
 
 def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:

@@ -21,17 +21,11 @@ from mlm.checkpoint.native.columns import (
     tiling_problem,
 )
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
-from mlm.checkpoint.native.format import read_manifest
+from mlm.checkpoint.native.format import CheckpointError, read_manifest
 from mlm.checkpoint.native.reader import plan_reading
 from mlm.checkpoint.native.slices import Region, TensorShard
 from mlm.util.errors import CorruptFileError
-from tests.checkpoint.native.helpers import (
-    edit_chunks,
-    edit_manifest,
-    pieces,
-    save,
-    save_pieces,
-)
+from tests.checkpoint.native.helpers import edit_chunks, edit_manifest, pieces, save, save_pieces
 
 LARGE = 2**63 - 1
 
@@ -41,6 +35,9 @@ def put(column: str, row: int, value: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a negative tensor": (put("tensor", 0, -1), "tensor that is not listed"),
+    "a file too many": (put("file", 4, 4), "file that is not listed"),
+    "a negative offset": (put("offset", 1, (-1, 0)), "w: piece .* is not inside"),
     "two in one file": (put("file", 2, 0), "two in one file"),
     "not in order": (lambda n: [n[c].__setitem__([1, 2], n[c][[2, 1]]) for c in n], "not in order"),
     "a hole": (put("size", 4, (3, 3)), "w: its 4 pieces hold 21 of 24 elements: there is a hole"),
@@ -111,6 +108,8 @@ def test_a_save_makes_no_object_of_a_chunk(tmp_path: Path) -> None:
         declare_shards({name: TensorShard(full[r : r + 1], (ranks, 2), (r, 0)) for name in "abc"}, 1, 1)
         for r in range(ranks)
     ]
+    with pytest.raises(CheckpointError, match="ranks save different steps: 2 and 1"):
+        declare_shards({}, 2, 1)
     with (
         mock.patch.object(Chunk, "__init__", autospec=True) as make,
         mock.patch.object(declaration.json, "loads", side_effect=json.loads) as loads,

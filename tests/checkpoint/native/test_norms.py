@@ -131,3 +131,12 @@ def test_weights_before_steps_that_were_never_finite_are_not_good(tmp_path: Path
         save(tmp_path, step, model(), keep_last=9)
     assert newest_good(tmp_path, since=4) == tmp_path / step_name(2)
     assert newest_good(tmp_path, since=2) is None
+
+
+@pytest.mark.parametrize(("key", "is_good"), [(NOT_FINITE_SINCE, True), (DOUBTFUL_SINCE, False)])
+def test_where_all_steps_are_doubtful_those_that_only_overflowed_are_good(
+    tmp_path: Path, key: str, is_good: bool
+) -> None:
+    path = save(tmp_path, 1, model(), state={INCIDENTS: {key: 1}})
+    save(tmp_path, 2, model(1e30))
+    assert newest_good(tmp_path, since=None) == (path if is_good else None)
