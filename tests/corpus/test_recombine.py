@@ -162,6 +162,18 @@ def test_what_a_killed_command_wrote_is_deleted_and_nothing_else(tmp_path: Path)
     )
 
 
+def test_an_interrupted_build_is_not_written_over_and_an_incomplete_corpus_not_read(tmp_path: Path) -> None:
+    pair = str(write_pair(tmp_path / "a/train", GPT))
+    config = plain(write_jsonl(tmp_path / "t.jsonl", ["one"]))
+    with interrupted("mlm.corpus.build.publish"):
+        build(config)
+    with pytest.raises(UserError, match="holds an interrupted `mlm data build`: finish it"):
+        split_corpus(pair, config.out, "1")
+    (tmp_path / "a" / MARKER).touch()
+    with pytest.raises(UserError, match="a is incomplete: run the command again that was interrupted"):
+        merge_corpora([pair, pair], str(tmp_path / "merged"))
+
+
 def test_parts_of_a_build_killed_while_it_published_do_not_stay(tmp_path: Path) -> None:
     """Nor does its marker, where it was killed after the receipt."""
     config = plain(write_jsonl(tmp_path / "t.jsonl", [f"text {i}" for i in range(40)]))

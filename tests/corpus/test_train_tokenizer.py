@@ -83,6 +83,9 @@ def test_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
     made(tmp_path / "a.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="is another tokenizer"):
         made(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=258)
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(UserError, match="exists and is not a tokenizer"):
+        made(tmp_path / "a.jsonl", tmp_path / "mine.json")
 
 
 def test_name_of_another_kind_of_file_becomes_no_folder(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_far_samples_have_their_proportions_too(name: str) -> None:
 
 
 def test_samples_are_found_in_any_order_and_any_distance() -> None:
+    assert normalize_weights([1e308, 1e308]) == [0.5, 0.5]
     weights = normalize_weights(WEIGHTS["far apart"])
     ids = np.array([5, 10**9, 3, 3, 40_000, 10**9 + 2, 0])
     source, number = locate(weights, ids)

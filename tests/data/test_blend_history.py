@@ -114,6 +114,7 @@ def test_samples_needed_are_those_read_in_the_end() -> None:
         ({"digest": digest("z")}, "corpora/a/train.idx is not what this run was trained on: .*rename"),
         ({"tokens": digest("z")}, "corpora/a/train.bin is not what this run was trained on: .*rename"),
         ({"digest": digest("z"), "path": "corpora/z/train"}, None),
+        ({"digest": digest("z"), "path": "./corpora/a/train"}, "./corpora/a/train.idx is not what this run"),
         ({"tokens": ""}, None),  # a receipt that went
     ],
 )
@@ -125,6 +126,12 @@ def test_another_corpus_at_the_path_of_one_that_was_read_is_named(
     found = changed_corpus_problem(continue_history((), (source,), 0), (replace(source, **changes),))
     assert (found is None) == (problem is None)
     assert problem is None or re.match(problem, str(found))
+
+
+def test_corpora_that_were_swapped_are_known_by_their_digests() -> None:
+    a, b = blend(a=1, b=1)
+    swapped = (replace(a, path=b.path), replace(b, path=a.path))
+    assert changed_corpus_problem(continue_history((), (a, b), 0), swapped) is None
 
 
 def test_line_on_a_change_names_weights_new_and_missing_corpora() -> None:

@@ -88,3 +88,5 @@ def test_documents_fall_into_parts_by_their_shares() -> None:
     counts = Counter(split_of_document(b"%d" % i, (0.8, 0.2, 0), seed=1) for i in range(10_000))
     assert counts["test"] == 0
     assert abs(counts["validation"] - 2000) < 200  # five standard deviations
+    parts = [[split_of_document(b"%d" % i, (0.5, 0.5, 0), seed) for i in range(50)] for seed in (1, 2)]
+    assert parts[0] != parts[1]

@@ -125,10 +125,12 @@ def test_words_start_at_bytes_after_white_space_and_pieces_without_a_mark(
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_config_beside_a_vocabulary_decides_on_case(tmp_path: Path, lowercase: bool) -> None:
-    path = write_vocabulary(tmp_path, ["the", "The"])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+def test_config_beside_a_vocabulary_decides_on_case_and_accents(tmp_path: Path, lowercase: bool) -> None:
+    path, config = write_vocabulary(tmp_path, ["the", "The", "é"]), tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"do_lower_case": lowercase}))
     assert Tokenizer.load(path).encode("The") == [5 if lowercase else 6]
+    config.write_text('{"do_lower_case": true, "strip_accents": false}')
+    assert Tokenizer.load(path).encode("É") == [7]
 
 
 def test_settings_and_added_tokens_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:

@@ -134,6 +134,15 @@ def test_corpus_inside_its_input_is_not_read(source: Path, monkeypatch: pytest.M
         assert [item.name for item in search(str(path)).inputs] == ["a.jsonl", "bad.jsonl"]
 
 
+def test_input_that_the_build_would_replace_or_did_not_write_is_rejected(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "text/rejected.jsonl", ["mine"])
+    with pytest.raises(UserError, match=r"would replace the input .*rejected\.jsonl"):
+        run_build(plain(source, out=str(source.parent)), quiet())
+    write_jsonl(tmp_path / "text/out/notes.jsonl", ["mine"])
+    with pytest.raises(UserError, match=r"out=.*notes\.jsonl, which no build wrote"):
+        run_build(plain(source.parent, out=str(source.parent / "out")), quiet())
+
+
 def put(root: Path, *names: str) -> Path:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
