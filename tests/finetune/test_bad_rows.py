@@ -7,17 +7,7 @@ import pytest
 
 from mlm.finetune.splits import read_split
 from mlm.util.errors import UserError
-from tests.finetune.material import (
-    PAIR,
-    RACE,
-    SQUAD,
-    STS,
-    TALK,
-    pairs,
-    shipped,
-    split_of,
-    write_rows,
-)
+from tests.finetune.material import PAIR, RACE, SQUAD, STS, TALK, pairs, shipped, split_of, write_rows
 from tests.hostile.files import payloads
 
 CHOSEN = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -28,7 +18,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "empty text": ("mine", PAIR | {"second": " \n"}, "'second' is empty"),
     "number for a text": ("mine", PAIR | {"first": 3}, "'first' holds an integer, not a text"),
     "half a surrogate": ("mine", PAIR | {"first": "\ud800"}, "'first' holds half a surrogate pair"),
+    "a list for an id": ("mine", PAIR | {"idx": [1]}, "'idx' holds a list"),
     "score too low": ("stsb", STS | {"label": -0.5}, "label=-0.5 is not in 0 to 5"),
+    "infinite score": ("stsb", STS | {"label": "inf"}, "label='inf' is no number"),
     "no score": ("stsb", STS | {"label": -1}, "no label"),
     "three options": ("race", RACE | {"options": list("abc")}, "'options' holds 3 options, task.labels 4"),
     "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is no label: .*\(A, B, C, D\)"),

@@ -43,6 +43,12 @@ def test_an_epoch_has_each_example_once(count: int, batch_size: int, sort_batche
         assert sorted(map(len, batches), reverse=True)[:-1] == [batch_size] * (steps - 1)
 
 
+def test_epochs_and_seeds_have_other_orders() -> None:
+    orders = [ExampleOrder(examples_of(23), batch_size=4, sort_batches=2, seed=seed) for seed in (1, 2)]
+    drawn = [np.concatenate(order.epoch(number)).tolist() for order in orders for number in (0, 1)]
+    assert all(drawn.count(each) == 1 for each in drawn)
+
+
 def test_texts_of_a_batch_are_about_as_long() -> None:
     examples = examples_of(400)
     waste = {}
@@ -57,12 +63,7 @@ def test_texts_of_a_batch_are_about_as_long() -> None:
 @pytest.mark.parametrize("texts", [1, 4])
 @pytest.mark.parametrize(
     "count, budget, size, groups_of, multiple",
-    [
-        (9, 64, 1, 1, 1),
-        (1, 64, 4, 1, 2),
-        (10, 90, 3, 2, 2),
-        (5, 7, 2, 4, 4),
-    ],
+    [(9, 64, 1, 1, 1), (1, 64, 4, 1, 2), (10, 90, 3, 2, 2), (5, 7, 2, 4, 4)],
 )
 def test_a_batch_is_dealt_out_whole(
     count: int, budget: int, size: int, groups_of: int, multiple: int, texts: int

@@ -107,6 +107,13 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
     capsys.readouterr()
     assert main(["finetune", "resume=runs/reviews"]) == 0
     assert "is finished" in capsys.readouterr().out
+    for word, problem in (
+        ("seeds=2", "seeds=2: out=runs/reviews holds a run of one; set another out=…"),
+        ("out=runs/other", "a finetuning run continues in its own folder"),
+        ("checkpoint.resume=false", "set checkpoint.resume=true to resume from it"),
+    ):
+        assert main(["finetune", "resume=runs/reviews", word]) == 2
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.slow
