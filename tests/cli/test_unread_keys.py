@@ -49,13 +49,17 @@ def unread(config: Any) -> set[str]:
     return {key for key in known if any(unread_problems(config, {key}, NONE))}
 
 
-@pytest.mark.parametrize("task", ["rte", "stsb", "race", "squad_v2", "chat", "preferences"])
-def test_keys_of_finetune_are_read_or_rejected_by_task(task: str) -> None:
-    config = load_config("finetune", [f"task={task}", "ckpt=x"])
+LOSSES = [f"preferences task.loss={loss}" for loss in ("dpo", "simpo", "orpo")]
+
+
+@pytest.mark.parametrize("task", ["rte", "stsb", "race", "squad_v2", "chat", *LOSSES])
+def test_keys_of_finetune_are_read_or_rejected_by_task_and_loss(task: str) -> None:
+    config = load_config("finetune", [*f"task={task}".split(), "ckpt=x"])
     kind = config.task.kind
     expected = {key for key, kinds in KINDS.items() if kind not in kinds} | WITHOUT_OTHERS
     expected |= {"task.null_threshold"} if not config.task.unanswerable else NONE
-    expected |= {"task.margin"} if kind == "preferences" else NONE  # dpo
+    expected |= {"task.margin"} if config.task.loss != "simpo" else NONE
+    expected |= {"task.label_smoothing"} if config.task.loss == "orpo" else NONE
     expected |= {"data.predict_tests"} if not config.task.tests else NONE
     assert unread(config) == expected
 

@@ -135,6 +135,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "factor is missing"),
     "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
     "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "every other layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     "a dense layer between": ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]: supported: the"),
     "another choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy"),
     "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "router_groups=3 does not divide"),

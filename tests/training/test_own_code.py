@@ -187,6 +187,7 @@ def test_optimizer_class_and_options_train_as_the_function_that_sets_them(tmp_pa
         ("model.kind=mine:build", "ModelFamily"),
         ("optimizer.kind=mine:Sgd", "Sgd(groups, lr=…) fails (TypeError: "),
         ("optimizer.kind=mine:build_nothing", "returned None"),
+        ("optimizer.options.momentum=3", "optimizer.kind=adamw takes no options"),
         ("optimizer.kind=mine:Signed tp=2", "tp=2 gives each rank a part; use tp=1, or set elementwise"),
         # only a run's steps show it
         ("schedule.decay=mine:decay_between", "is 7.0; return"),

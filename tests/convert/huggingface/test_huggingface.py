@@ -82,6 +82,8 @@ def test_missing_keys_have_the_defaults_of_transformers(
     [
         ("gpt2", "activation_function", "relu"),
         ("gpt2", "is_causal", False),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "pruned_heads", {"0": [1]}),
         ("gpt2", "transformers_weights", "../other.safetensors"),
         ("bert", "position_embedding_type", "relative_key"),
         ("bert", "is_decoder", True),

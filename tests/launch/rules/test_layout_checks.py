@@ -53,6 +53,7 @@ def test_layout_that_runs_has_no_problem(overrides: str) -> None:
                 "cp=3 splits sequences into 6 pieces, but 6 does not divide data.seq_length=128; use "
                 "data.seq_length=126 or cp=1",
             ),
+            ("vp=2", "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
             (
                 "pp=4 vp=2",
                 "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as vp > 1 needs; use vp=1 or vp=3",
