@@ -210,6 +210,19 @@ def test_part_that_is_not_offered_is_named(line: str, not_offered: str) -> None:
     assert not_offered in of(line).not_offered.values()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train-samples 1e6 --global-batch-size 0",
+        "--num-experts $E --moe-aux-loss-coeff $C --position-embedding-type rope",
+        "--hidden-size $H --position-embedding-type rope --swiglu",
+        "--distributed-timeout-minutes x",
+    ],
+)
+def test_value_that_is_no_number_is_left_to_the_user(line: str) -> None:
+    assert of(line).by_hand
+
+
 def test_flags_of_a_condition_are_named(tmp_path: Path) -> None:
     """All branches count, as a condition is not judged: --fp8-format hybrid replaces --bf16."""
     (tmp_path / "run.sh").write_text(
@@ -232,6 +245,7 @@ def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
     "words, problem",
     [
         (["/nowhere/x.sh"], "--from-megatron /nowhere/x.sh: No such file or directory"),
+        (["/dev/zero"], "/dev/zero: not a regular file"),
         ([], "--from-megatron: no flags"),
         (["unended.sh"], "line 1 of the script has a quote without an end"),
     ],

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mlm.launch.command_line import COMMAND, record_command_line, record_job, run_origin, typed_settings
+from mlm.launch.command_line import COMMAND, LONGEST, record_command_line, record_job, run_origin, typed_settings
 from mlm.launch.stop import LAUNCHED
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
@@ -26,6 +26,11 @@ def test_the_words_are_known_as_long_as_the_command_runs() -> None:
         assert run["folder"] == os.getcwd()
     assert "command" not in run_origin()
     assert typed_settings() == []
+
+
+def test_a_line_too_long_for_the_environment_is_not_noted() -> None:
+    with record_command_line(["x" * LONGEST]):
+        assert COMMAND not in os.environ
 
 
 def test_a_batch_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from mlm.cli.pretrain.run import settle_cooldown
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.parallel.mesh import shape_context
 from mlm.training.trainer import Trainer
+from tests.checkpoints_on_disk import flip
 from tests.convert.dcp.llamas import write_torch_dist
 from tests.convert.megatron.written import arguments, gpt2_state, random_gpt2
 from tests.data.corpora import write_corpus
@@ -74,9 +75,7 @@ def test_damage_ends_a_start_with_weights_and_a_run_continues_before_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str
 ) -> None:
     (shard,) = copied(made, tmp_path).glob("checkpoints/step-00000006/rank-*")
-    flipped = bytearray(shard.read_bytes())
-    flipped[-1] ^= 1
-    shard.write_bytes(flipped)
+    flip(shard, -1)
     data = f"data.path={made / 'a'}"
     if start == "ckpt":
         assert main([*begin(tmp_path, "new", f"ckpt={tmp_path / 'run'}"), data]) == 1
@@ -223,6 +222,9 @@ def test_cooldown_begins_at_the_newest_checkpoint_and_under_way_ends_where_it_wo
 ) -> None:
     assert settled(run, {"schedule.cooldown"}) == 8
     assert settled(tmp_path, {"schedule.cooldown"}, from_run=run) == 8
+    assert settled(run, {"schedule.cooldown", "train.steps"}) == 100
+    assert settled(run, {"schedule.cooldown"}, cooldown=0) == 100
+    assert settled(tmp_path, {"schedule.cooldown"}) == 100  # a run from the start
     for steps, expected in ((6, 6), (8, 8), (3, 3), (100, 8)):
         (run / "config.yaml").write_text(f"schedule: {{cooldown: 5}}\ntrain: {{steps: {steps}}}\n")
         assert settled(run, {"schedule.cooldown"}) == expected

@@ -3,11 +3,15 @@
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlm.checkpoint.native.format import read_manifest
+from mlm.checkpoint.native.run_state import BEST_VALIDATION
 from mlm.cli import main
+from mlm.cli.pretrain.run import PretrainLoop
 from tests.cli.pretrain.test_pretrain import score_of
 from tests.data.corpora import write_corpus
 from tests.training.records import records
@@ -72,6 +76,15 @@ def test_an_ended_run_says_why_and_a_higher_patience_continues_it(
     assert main(["pretrain", f"resume={again}", "train.patience=4"]) == 0
     assert len(records(again, "step")) == steps + 2
     assert best_step(again) == steps - 2
+
+
+def test_best_weights_that_could_not_be_saved_are_tried_again_at_the_next_lower_loss() -> None:
+    saved, train = iter([True, False, True]), SimpleNamespace(keep_best=True, patience=9)
+    trainer = SimpleNamespace(extra_state={}, step=0, config=SimpleNamespace(train=train))
+    loop: Any = SimpleNamespace(trainer=trainer, save_best=lambda: next(saved))
+    for loss, best in ((3.0, 3.0), (1.0, 3.0), (2.0, 2.0)):
+        PretrainLoop.keep_best(loop, loss)
+        assert trainer.extra_state[BEST_VALIDATION]["loss"] == best
 
 
 def test_a_rollback_says_that_later_weights_are_still_the_best(

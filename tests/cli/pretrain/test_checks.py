@@ -102,6 +102,22 @@ def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> N
     assert problems_of(*overrides) == [problem]
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("dist.backend=nccl", "dist.backend=nccl runs on GPUs, and this run is on CPU"),
+        ("cp=2 data.reset_attention=true data.eod_id=3", "cp=2: data.reset_attention=true keeps documents"),
+        ("model.head=classification model.num_labels=2", "model.head=classification is for finetuning"),
+        ("schedule.min_lr=0.1", "schedule.min_lr=0.1 is more than optimizer.lr=0.00015"),
+        ("precision=fp16 precision.initial_loss_scale=0.5", "precision.min_loss_scale=1 is more than"),
+        ("tp=4 model.ffn_hidden_size=10", "tp=4 does not divide model.ffn_hidden_size=10"),
+    ],
+)
+def test_problem_of_a_rule_begins_with_its_setting(words: str, problem: str) -> None:
+    (found,) = problems_of(*words.split())
+    assert found.startswith(problem)
+
+
 def problem_of_files(*overrides: str) -> str:
     config = load_config("pretrain", ["model=gpt2_tiny", *overrides])
     (problem,) = check_pretrain(config, world_size=None, local_devices=None)

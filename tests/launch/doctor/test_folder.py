@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -69,6 +70,22 @@ def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(
     assert statuses(alone(tmp_path)) == FINE
     assert list(map(statuses, checked(monkeypatch, *[tmp_path] * 3))) == [FINE] * 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_shared_or_written_is_found_on_the_rank_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = folders.write_atomic, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "write_atomic", Mock(side_effect=full))
+        assert statuses(alone(tmp_path)) == {SHARED: "fail"}
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    found = checked(monkeypatch, *(tmp_path / name for name in ("one", "one", "other")))
+    assert [ours[0].status for ours in found] == ["ok", "ok", "fail"]
+    lost = lambda path, content: None if path.name == ".mlm-doctor-1" else write(path, content)  # noqa: E731
+    monkeypatch.setattr(folders, "write_atomic", lost)
+    assert "does not see what rank 1 wrote" in checked(monkeypatch, *[tmp_path] * 3)[0][0].result
 
 
 def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
