@@ -5,7 +5,14 @@ import os
 
 import pytest
 
-from mlm.launch.command_line import COMMAND, LONGEST, record_command_line, record_job, run_origin, typed_settings
+from mlm.launch.command_line import (
+    COMMAND,
+    LONGEST,
+    record_command_line,
+    record_job,
+    run_origin,
+    typed_settings,
+)
 from mlm.launch.stop import LAUNCHED
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
