@@ -6,7 +6,7 @@ belong to the step, such as the one in which PipelineStage infers shapes.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -26,7 +26,7 @@ MOST_COMPARED = 10**8
 FIT = 1e-6
 """Tolerance of gradients equal to another micro-batch's, as a fraction of the largest element."""
 SWAP = "micro-batch {}'s gradient is micro-batch {}'s"
-SUMMED = "{name}: no samples of one process are found in it, so their sums over a step are compared"
+SUMMED = "{name}: its rows, in which no samples of one process are found; their sums over a step are"
 
 CONSTANT, SUMS = "constant", "sums"
 """Ways to compare outputs without matching samples."""
@@ -47,14 +47,32 @@ class Samples:
     ids: Mapping[Coordinates, Mapping[int, list[int]]]
     """By rank and micro-batch, without passes outside the step."""
 
+    rows: Mapping[int, Sequence[int]]
+    """Ids of one process's rows by micro-batch."""
+
+    def select(self, reference: Calls, parts: RankCalls) -> "tuple[Tensor, Samples]":
+        """One process's rows of a tensor, and the samples among them, without passes that lack the tensor.
+
+        A pass of a frozen reference model has no gradients. Raises KeyError for rows that ranks alone have.
+        """
+        present = [i for micro, ids in self.rows.items() if micro in reference for i in ids]
+        index_of = {i: index for index, i in enumerate(present)}
+        ids = {
+            rank: {m: [index_of[i] for i in row_ids] for m, row_ids in calls.items() if m in parts[rank]}
+            for rank, calls in self.ids.items()
+        }
+        return rows_of(reference.values(), self.dim), replace(self, ids=ids)
+
     def join(self, reference: Calls, parts: RankCalls) -> tuple[Tensor, Parts]:
         """Tensors [N, ...] of one process and of ranks: replica by replica, rows in one process's order.
 
-        Raises RuntimeError, IndexError or KeyError for tensors without these rows.
+        Raises RuntimeError, ValueError, IndexError or KeyError for tensors without these rows.
         """
-        ids_of = {rank: [i for ids in calls.values() for i in ids] for rank, calls in self.ids.items()}
-        full_rows = rows_of(reference.values(), self.dim)
-        rows = {rank: rows_of((parts[rank][m] for m in calls), self.dim) for rank, calls in self.ids.items()}
+        full_rows, samples = self.select(reference, parts)
+        ids_of = {rank: [*chain.from_iterable(calls.values())] for rank, calls in samples.ids.items()}
+        rows = {
+            rank: rows_of((parts[rank][m] for m in calls), self.dim) for rank, calls in samples.ids.items()
+        }
         sorted_ids = {rank[0]: sorted(ids) for rank, ids in sorted(ids_of.items())}
         order = [i for ids in sorted_ids.values() for i in ids]
         if len(full_rows) != len(order) or any(len(x) != len(ids_of[rank]) for rank, x in rows.items()):
@@ -63,8 +81,8 @@ class Samples:
 
     def explain_swap(self, reference: Calls, parts: RankCalls) -> Cause | None:
         """The cause of gradients that belong to other micro-batches, but for one scale."""
-        full_rows = rows_of(reference.values(), self.dim)
-        for rank, calls in self.ids.items():
+        full_rows, samples = self.select(reference, parts)
+        for rank, calls in samples.ids.items():
             own_rows = [rows_of([parts[rank][m]], self.dim) for m in calls]
             pairs = product(enumerate(own_rows), enumerate(full_rows[ids] for ids in calls.values()))
             scales = ((m, n, x, y, scale_of(x, y)) for (m, x), (n, y) in pairs if x.shape == y.shape)
@@ -190,7 +208,7 @@ def match_step(
                 is_backward = key.kind == "backward"
                 if is_backward and (cause := choice.explain_swap(reference[key], calls[stage, key])):
                     swap_causes[key] = cause
-            except (RuntimeError, IndexError, KeyError):
+            except (RuntimeError, ValueError, IndexError, KeyError):
                 choice = choices[output] = SUMS
         if choice == CONSTANT:
             joined = constants(key, reference[key], calls[stage, key])
@@ -253,7 +271,9 @@ def samples_of(reference: Calls, parts: RankCalls, layout: Layout) -> Samples | 
                 all_ids = [i for calls in replicas.values() for i in chain.from_iterable(calls.values())]
                 is_complete = sorted(all_ids) == [*range(len(full))]
                 if is_complete and all(ids[rank] == replicas[rank[0]] for rank in ids):
-                    return Samples(dim, ids)
+                    row_ids = torch.arange(len(full)).split([x.shape[dim] for x in reference.values()])
+                    rows_by_micro = dict(zip(reference, (x.tolist() for x in row_ids), strict=True))
+                    return Samples(dim, ids, rows_by_micro)
     return None
 
 

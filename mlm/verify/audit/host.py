@@ -56,6 +56,8 @@ TRACED = ("output", "scalar", "loss", "backward", "gradient", "weight")
 """Types of tensors whose operations are traced."""
 MOST_LISTED = 50
 """Largest number of wrong tensors in a report."""
+FAILED = "failed"
+"""Cause of a layout whose ranks do not complete a step."""
 STOPPED = "stopped by Ctrl-C before a cause was found"
 IMPORTING = "MLM_AUDIT"
 """Environment variable set while the user's code is imported."""
@@ -146,10 +148,16 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
 
 
 def audit_layout(
-    build: Build, layout: Layout, config: AuditConfig, dtype: torch.dtype, split_parameters: set[str]
+    build: Build,
+    layout: Layout,
+    config: AuditConfig,
+    dtype: torch.dtype,
+    split_parameters: set[str],
+    *,
+    has_dropout: bool = True,
 ) -> Outcome:
     """Run a layout, and one process twice; compare. Adds names of split parameters to `split_parameters`."""
-    run = partial(World, build, config=config, dtype=dtype)
+    run = partial(World, build, config=config, dtype=dtype, has_dropout=has_dropout)
     world, failure = run(layout), ""
     try:
         ranks = world.wait()
@@ -160,7 +168,12 @@ def audit_layout(
     references = [run(one_process, weights_of=source) for _ in range(2)]
     (reference,), (repeated,) = (reference.wait().values() for reference in references)
     if failure:
-        return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
+        if has_dropout:  # ranks may end in a later pass by what the first step computes
+            config = replace(config, steps=1)
+            first = audit_layout(build, layout, config, dtype, split_parameters, has_dropout=False)
+            if first.finding is not None and first.finding.cause != FAILED:
+                return replace(first, finding=first.finding.with_note(f"later {failure}"))
+        return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, FAILED, failure))
     for key, tensor in reference.tensors.items():
         is_equal = torch.equal(tensor, repeated.tensors[key]) or key.kind == "scalar"  # scalars may be times
         if not is_equal and not bool(tensor.isnan().any()):
@@ -255,9 +268,11 @@ class World:
         weights_of: "World | None" = None,
         seed: int = 0,
         task: Callable[[Recorder], None] | None = None,
+        has_dropout: bool = True,
     ) -> None:
         self.build, self.layout, self.config, self.dtype = build, layout, config, dtype
         self.weights_of, self.seed, self.task = weights_of, seed, task
+        self.has_dropout = has_dropout
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # open as long as this object
         self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
@@ -382,4 +397,4 @@ class World:
         if self.task is not None:
             self.task(recorder)
             return recorder.record
-        return recorder.run(self.config.steps)
+        return recorder.run(self.config.steps, has_dropout=self.has_dropout)

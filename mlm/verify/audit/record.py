@@ -221,8 +221,8 @@ class Recorder(TorchDispatchMode):
         self.formats.observe(func, args, result, place, is_update=self.phase == "update")
         return result
 
-    def run(self, steps: int) -> Record:
-        """Run steps with dropout off, then one forward and backward that records dropout masks."""
+    def run(self, steps: int, *, has_dropout: bool) -> Record:
+        """Run steps with dropout off, then one forward and backward with it that records its masks."""
         self._record_parameters("initial")
         batch = [leaf for leaf in tree_leaves(self.subject.batch) if isinstance(leaf, Tensor)]
         digests = list(map(digest, batch))
@@ -230,9 +230,10 @@ class Recorder(TorchDispatchMode):
             self.run_step()
             if digests != list(map(digest, batch)):
                 raise UserError("the subject changes its batch in place", fix="let it work on a clone of it")
-        with self._dropout_patched_by(self._record_mask):
-            self.step = -1
-            self._compute()
+        if has_dropout:
+            with self._dropout_patched_by(self._record_mask):
+                self.step = -1
+                self._compute()
         return self.record
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
