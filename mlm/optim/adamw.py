@@ -1,7 +1,6 @@
 """The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, Muon, or a user's class.
 
-Its state, as named shards: per parameter tensors of its shape (moments) and a count of steps, all zero
-before the first step.
+State of each parameter: moments of its shape and a count of steps, all zero before the first step.
 """
 
 from collections.abc import Sequence
@@ -25,10 +24,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's fused AdamW with one count of steps, which all parameters' states name (`ensure_state`).
+    """PyTorch's fused AdamW with one step count, shared by the states of all parameters (`ensure_state`).
 
-    PyTorch's own `step` imports torch.compile, 1.6 s of every rank's start, and adds to a count of each
-    parameter: longer than a small model's updates take.
+    PyTorch's own `step` imports torch.compile, 1.6 s of every rank's start, and increments a count per
+    parameter, which takes longer than a small model's updates.
     """
 
     elementwise = True
@@ -85,8 +84,8 @@ class Muon(AdamW):
     """Muon (muon.py) for the groups with a true `is_matrix`, AdamW for the others.
 
     Args:
-        groups: of all parameters.
-        matrices: weights of two or three dimensions, of the groups of matrices.
+        groups: groups of all parameters.
+        matrices: weights of two or three dimensions, in groups with a true `is_matrix`.
         replicas: ranks that hold the same part of the model, or rows of it.
     """
 
@@ -108,12 +107,12 @@ class Muon(AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters. Collective over the ranks that share matrices.
 
-        A GPU's host does not wait for `found_inf`: an overflow leaves momentum as it is, and its update is 0.
+        On a GPU the host does not wait for `found_inf`: after an overflow momentum stays and the update is 0.
         """
         super().step()
         overflow = self.found_inf if self.masks_overflows else None
-        is_read = self.found_inf is not None and overflow is None and not self.found_inf.is_meta
-        if is_read and self.found_inf.item():  # type: ignore[union-attr]
+        waits = self.found_inf is not None and overflow is None and not self.found_inf.is_meta
+        if waits and self.found_inf.item():  # type: ignore[union-attr]
             return
         applies = 1.0 if overflow is None else 1 - overflow
         group_of = {p: group for group in self.param_groups if group["is_matrix"] for p in group["params"]}
@@ -154,11 +153,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a model's parameters, with its state. Raises OwnCodeError (a UserError).
 
-    Args:
-        shards: the parameters.
-        config: its settings.
-        replicas: ranks that hold the same part of the model, or rows of it: they share Muon's work.
-        width: factor of muP's learning rates: the model's width over its base's.
+    `replicas` are ranks that hold the same part of the model, or rows of it: they share Muon's work. `width`
+    is the model's width over the base's in muP.
     """
     first, shards = shards[0].parameter, [shard for shard in shards if shard.is_trained]
     by_rates: dict[GroupRates, list[ParameterShard]] = {}
@@ -169,7 +165,7 @@ def build_optimizer(
         {"params": [shard.parameter for shard in members], **key._asdict()}
         for key, members in by_rates.items()
     ]
-    if not groups:  # a pipeline stage without adapters counts steps as the others do, by an empty parameter
+    if not groups:  # a pipeline stage without adapters: an empty parameter keeps its step count
         empty = nn.Parameter(first.new_empty(0))
         empty.grad = torch.zeros_like(empty)
         groups = [{"params": [empty], **GroupRates(False, 1.0, 0.0)._asdict()}]
@@ -187,10 +183,10 @@ def build_optimizer(
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, step: float = 0.0) -> None:
-    """Make the optimizer's state exist: moments as they are or zero, and its step count `step`.
+    """Create missing moments as zeros and set the step count to `step`.
 
-    PyTorch makes it in the first `step()`, which would change the weights. Raises OwnCodeError for state of a
-    user's optimizer that checkpoints cannot hold.
+    PyTorch creates state in the first `step()`, which would change the weights. Raises OwnCodeError for state
+    of a user's optimizer that checkpoints cannot hold.
     """
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, AdamW):
@@ -201,7 +197,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, step: float = 0.0) -> None:
                 optimizer.state[p].setdefault(moment, torch.zeros_like(p))
         return
     check_state(optimizer)
-    if not optimizer.state:  # made in a step whose trace is removed
+    if not optimizer.state:  # created by a step, whose other effects are undone
         before = [p.clone() for p in parameters]
         for p in parameters:
             p.grad = torch.zeros_like(p)
@@ -247,9 +243,9 @@ def apply(
 
 
 def can_defer(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
-    """Return True if `apply` with an overflow changes nothing of parameters of this dtype, nor waits.
+    """True if `apply` with an overflow neither changes parameters of this dtype nor waits.
 
-    Not of a custom optimizer, fused or not: its `step` may count its calls.
+    False for a custom optimizer, fused or not: its `step` may count its calls.
     """
     return type(optimizer) is AdamW and dtype == torch.float32
 
@@ -267,6 +263,6 @@ def applied_steps(optimizer: torch.optim.Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Learning rate of the next step; groups have factors of it."""
+    """Set the learning rate of the next step, times the `lr_scale` of each group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -17,23 +17,25 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
 
 
-def has_fast_bfloat16(cpuinfo: str) -> bool:
-    """True if the processor multiplies bfloat16 faster than float32, by its text in /proc/cpuinfo.
+def read_cpuinfo() -> str:
+    return CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
 
-    It does with tiles (AMX), and on AMD's since Zen 4. Intel's AVX512-BF16 alone takes two cycles where a
-    float32 product takes one: 85 to 97 GFLOP/s against 114 to 154 on a core (PyTorch 2.13).
+
+def has_fast_bfloat16(cpuinfo: str) -> bool:
+    """True if a processor multiplies bfloat16 faster than float32, by the text of /proc/cpuinfo.
+
+    True with tiles (AMX), and on AMD since Zen 4. Intel's AVX512-BF16 alone takes two cycles where a float32
+    product takes one: 85 to 97 GFLOP/s against 114 to 154 on a core (PyTorch 2.13).
     """
     flags = next((line.split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
     return "amx_bf16" in flags or ("avx512_bf16" in flags and "AuthenticAMD" in cpuinfo)
 
 
 def choose_precision(hidden_size: int | None, gpu: Gpu | None, cpuinfo: str) -> tuple[str, str]:
-    """Return a name of precision.dtype, and the reason.
+    """Return a value of precision.dtype, and the reason.
 
-    Args:
-        hidden_size: width of the model; None if only its checkpoint tells.
-        gpu: that the model trains on; None for the processor.
-        cpuinfo: text of /proc/cpuinfo.
+    `hidden_size` is None if only the checkpoint holds it, `gpu` if the model trains on a CPU; `cpuinfo` is
+    the text of /proc/cpuinfo.
     """
     if gpu is not None:
         if gpu.capability >= AMPERE:
@@ -49,8 +51,8 @@ def choose_precision(hidden_size: int | None, gpu: Gpu | None, cpuinfo: str) -> 
 def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | None]) -> str | None:
     """Replace precision.dtype=auto or default in composed settings by a format; return what to print.
 
-    A plan for GPUs is made in the half format that its hardware has. `first_gpu` returns the GPU of this host
-    that dist.device means. `default` is `auto` on a GPU, and fp32 on a processor.
+    A plan for GPUs takes the half format of its hardware. `first_gpu` returns this host's GPU for a value of
+    dist.device. `default` is `auto` on a GPU, and fp32 on a CPU.
     """
     precision = values.get("precision")
     if not isinstance(precision, dict) or (choice := precision.get("dtype")) not in ("auto", "default"):
@@ -65,8 +67,8 @@ def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | No
         if choice == "default" and gpu is None:
             precision["dtype"] = "fp32"
             return None
-        text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
-        dtype, reason = choose_precision(hidden_size if isinstance(hidden_size, int) else None, gpu, text)
+        known_size = hidden_size if isinstance(hidden_size, int) else None
+        dtype, reason = choose_precision(known_size, gpu, read_cpuinfo())
     precision["dtype"] = dtype
     return f"precision={choice}: {dtype}, as {reason}"
 

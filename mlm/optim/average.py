@@ -2,8 +2,8 @@
 
     average_n = average_{n-1} + (1 - decay) / (1 - decay^n) (weights_n - average_{n-1})
 
-With Adam's correction (arXiv:1412.6980, section 3) it is the mean of all weights while these are few, and
-initial ones never count. Elements depend on one element of the weights each, so that layouts average alike.
+With Adam's correction (arXiv:1412.6980, section 3) the average of the first few steps is their mean, without
+the initial weights. Each element depends on one element of the weights, so all layouts average alike.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from mlm.parallel.sharding import ParameterShard
 
 NAME = "ema"
-"""Name in checkpoints, which store averages like the optimizer's moments."""
+"""Name in checkpoints, which store averages as they store the optimizer's moments."""
 
 
 class WeightAverage:
-    """Averages of the trained weights: plain tensors, laid out and sharded as these."""
+    """Averages of the trained weights: plain tensors with the layout and sharding of the weights."""
 
     def __init__(self, shards: Sequence[ParameterShard], decay: float, device: torch.device) -> None:
         self.decay = decay
@@ -31,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, skip: Tensor) -> None:
-        """Average the weights in, unless `skip` (0-d) is 1.0. Does not wait for the device."""
+        """Add the weights to the average, unless `skip` (0-d) is 1.0. Does not wait for the device."""
         applies = 1 - skip.to(self.count.dtype)
         self.count += applies
         share = (1 - self.decay) / -torch.expm1(self.count.clamp(min=1) * math.log(self.decay)) * applies

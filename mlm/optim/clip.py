@@ -21,16 +21,14 @@ SMALL = 1 << 16
 def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix: str = "") -> Tensor:
     """L2 norm of the model's gradient, equal on all ranks; 0-d, not read back from the device.
 
-    `shards` are all of the rank; those whose names begin with `prefix` count, which some ranks may not have.
-
-    Split parameters count on every tp rank, replicated ones on the first alone, tied copies nowhere.
-    Gradients are already summed over dp and cp, whose ranks each hold all of them or, if sharded, some rows.
-    Non-finite gradients make it non-finite.
+    `shards` are all of this rank's; only names that begin with `prefix` count, possibly none here. Split
+    parameters count on every tp rank, replicated ones on the first, tied copies nowhere. Gradients are
+    already summed over dp and cp. Non-finite gradients make the norm non-finite.
     """
     dtype = torch.float64 if shards[0].parameter.dtype == torch.float64 else torch.float32
     if ctx.tp.exact_parts:
         return gradient_square([s for s in shards if s.name.startswith(prefix)], ctx).sqrt().to(dtype)
-    # alike on all ranks of a stage: each replica counts all, or each element has one owner among them
+    # equal on all ranks of a stage: each replica counts everything, or each element has one owner
     spans = any(s.dp_slice is not None or s.replica_axis(ctx.replicas) is not ctx.replicas for s in shards)
     named = [s for s in shards if s.is_owner and s.name.startswith(prefix)]
     named = [s for s in named if not spans or s.is_stored(ctx.replicas)]
@@ -44,7 +42,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
 @torch.no_grad()
 def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements, 0-d float64 on their device."""
-    grads = [grad for grad in grads if grad.numel()]  # of few rows a dp rank may hold none
+    grads = [grad for grad in grads if grad.numel()]  # a dp rank may hold no rows
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":

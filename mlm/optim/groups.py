@@ -1,4 +1,4 @@
-"""Learning rate and decay of each parameter: who updates it, and the factor of the schedule's rate."""
+"""Update rule, learning-rate factor and weight decay of each parameter."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,9 +26,9 @@ class GroupRates(NamedTuple):
 
 
 def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield names and settings of each entry of optimizer.groups. Raises OwnCodeError (a UserError)."""
+    """Yield pattern and settings of each entry of optimizer.groups. Raises OwnCodeError (a UserError)."""
     for entry in entries:
-        names, *words = entry.split() or [""]
+        pattern, *words = entry.split() or [""]
         settings = dict[str, float]()
         for word in words:
             key, _, value = word.partition("=")
@@ -42,7 +42,7 @@ def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
                 f"optimizer.groups: {entry!r} is no pattern with settings; write "
                 "'layers.*.bias lr=1e-3 weight_decay=0', of lr, lr_scale and weight_decay"
             )
-        yield names, settings
+        yield pattern, settings
 
 
 def rates(
@@ -51,14 +51,14 @@ def rates(
     """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
 
     Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2).
-    `width` is the model's width over its base's in muP, 1 without it: Adam moves an element of a
-    layer's matrix by the learning rate whatever the gradient, and of W times as many an output sums W times
-    as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8), unless its inputs are the
-    constant `side`, as of LoRA's B (arXiv:2402.12354). Muon's update has a spectral norm of its scale, which
-    should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
-    the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
+    `width` W is the model's width over its base's in muP, 1 without it. Adam moves an element of a layer's
+    matrix by the learning rate whatever the gradient, and an output sums over W times as many elements, so
+    its rate falls as 1 / W (arXiv:2203.03466, table 8), unless the inputs are the constant `side`, as in
+    LoRA's B (arXiv:2402.12354). The spectral norm of Muon's update is its scale, which should follow
+    sqrt(outputs / inputs) (arXiv:2310.17813): scale=original does except for constant outputs,
+    match_rms_adamw grows as sqrt(W). The product of rate and weight_decay does not change.
     """
-    dims = 1 if name.endswith("bias") else dims  # experts' are stacked
+    dims = 1 if name.endswith("bias") else dims  # biases of experts are stacked
     by_muon = config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
     lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
     if config.kind == "muon" and not by_muon:
@@ -66,11 +66,11 @@ def rates(
     if config.embedding_lr and any(fnmatchcase(name, pattern) for pattern in EMBEDDINGS):
         lr = config.embedding_lr
     scale = lr / config.lr
-    for names, given in patterns(config.groups):
-        if fnmatchcase(name, names):
-            scale = given["lr"] / config.lr if "lr" in given else scale
-            scale *= given.get("lr_scale", 1.0)
-            decay = given.get("weight_decay", decay)
+    for pattern, settings in patterns(config.groups):
+        if fnmatchcase(name, pattern):
+            scale = settings["lr"] / config.lr if "lr" in settings else scale
+            scale *= settings.get("lr_scale", 1.0)
+            decay = settings.get("weight_decay", decay)
             break
     if dims > 1 and name.startswith("layers."):
         if not by_muon:

@@ -1,12 +1,12 @@
 """Full matrices of split parameters, each formed on one of the ranks that share it.
 
-What needs a full matrix gathers its parts on an owner and returns each rank its part of the result. Owners
-are chosen so that all tp and dp ranks of a pipeline stage have about as much to do; parts travel over dp to
-the owner's replica (nothing where each replica holds them), then over tp, and results the same way back. Of
-experts each ep rank has its own matrices, and exchanges them with those that hold the same experts.
+An owner gathers the parts of a matrix and returns to each rank its part of the result. Owners are chosen so
+that all tp and dp ranks of a pipeline stage have about equal work. Parts travel over dp to the owner's
+replica (no message where each replica holds them), then over tp, and results travel back. Each ep rank has
+matrices of its experts, and exchanges them with the ranks that hold the same experts.
 
-A weight may hold several matrices: a stack of them, and rows `[block][part][width]` of fused ones
-(`fused_rows` of its module), as of queries, keys and values.
+A weight may hold several matrices: a stack of them, and fused ones such as queries, keys and values, whose
+rows are ordered `[block][part][width]` (`fused_rows` of its module).
 """
 
 import math
@@ -43,10 +43,10 @@ class MatrixRegion:
     def size(self) -> int:
         return len(self.rows) * len(self.columns)
 
-    def of(self, x: Tensor, held: "MatrixRegion") -> Tensor:
-        """This region's view of a tensor that holds the region `held`."""
-        rows = slice(self.rows.start - held.rows.start, self.rows.stop - held.rows.start)
-        columns = slice(self.columns.start - held.columns.start, self.columns.stop - held.columns.start)
+    def of(self, x: Tensor, base: "MatrixRegion") -> Tensor:
+        """This region's view of a tensor that holds the region `base`."""
+        rows = slice(self.rows.start - base.rows.start, self.rows.stop - base.rows.start)
+        columns = slice(self.columns.start - base.columns.start, self.columns.stop - base.columns.start)
         return x[rows, columns]
 
 
@@ -57,7 +57,7 @@ Piece = tuple[int, MatrixRegion]
 
 
 def tp_part(shard: ParameterShard, rank: int) -> Extent:
-    """The part of a parameter that a tp rank holds, of all dp ranks together."""
+    """Part of a parameter on a tp rank, before dp shards it."""
     shape = list(shard.part_shape)
     offset = [0] * len(shape)
     if shard.tp_dim is not None:
@@ -66,7 +66,7 @@ def tp_part(shard: ParameterShard, rank: int) -> Extent:
 
 
 def dp_part(shard: ParameterShard, rank: int, size: int) -> Extent:
-    """The part that a dp rank holds of this tp rank's."""
+    """Part of a parameter on a dp rank, within this tp rank's part."""
     offset, shape = tp_part(shard, shard.tp.rank)
     if shard.dp_slice is not None:
         share = -(-shape[0] // size)
@@ -78,14 +78,14 @@ def dp_part(shard: ParameterShard, rank: int, size: int) -> Extent:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a weight: the one at `index` of a stack, and of the fused ones in it number `part`.
+    """Fused matrix number `part` of the element at `index` of a stack, () for a weight of one element.
 
-    Of a stack that is split over ep, this rank's part is numbered from 0.
+    Indices of a stack that ep splits count from this rank's first element.
     """
 
     shard: ParameterShard
     rows: FusedRows
-    """How many parts its rows interleave."""
+    """Interleaving of the weight's rows."""
     index: tuple[int, ...]
     part: int
 
@@ -108,7 +108,7 @@ class Matrix:
         return index if all(0 <= at < n for at, n in zip(index, depth, strict=True)) else None
 
     def region(self, extent: Extent) -> MatrixRegion:
-        """Region of this matrix that lies in a part of its weight; empty if none does."""
+        """Region of this matrix in a part of its weight; may be empty."""
         (*_, row, column), (*_, rows, columns) = extent
 
         def row_of(row: int) -> int:
@@ -129,7 +129,7 @@ class Matrix:
 
 
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
-    """The matrices in a weight, maybe a stack; with `per_head` one for each head."""
+    """Matrices of a weight or a stack of weights; with `per_head` one for each head."""
     (*stack, _, _), rows = shard.part_shape, shard.global_shape[-2]
     rows_of = getattr(shard.module, "fused_rows", None)
     if isinstance(rows_of, Mapping):
@@ -142,41 +142,45 @@ def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
 
 
 class MatrixExchange:
-    """Messages between the ranks of an axis that form matrices on their owners, and bring results back.
+    """Messages along an axis that gather matrices on their owners and scatter the results.
 
     Args:
-        axis: of the ranks.
-        owners: owner of each matrix by its number, a rank of the axis.
-        held: the region of each matrix that each rank of the axis holds; equal ones are copies.
+        axis: the axis.
+        owners: rank of the owner of each matrix, by number.
+        regions: regions of each matrix on all ranks of the axis; equal ones are copies.
         like: a tensor of the dtype and device of the messages.
     """
 
     def __init__(
-        self, axis: Axis, owners: Mapping[int, int], held: Mapping[int, Sequence[MatrixRegion]], like: Tensor
+        self,
+        axis: Axis,
+        owners: Mapping[int, int],
+        regions: Mapping[int, Sequence[MatrixRegion]],
+        like: Tensor,
     ) -> None:
-        self.axis, self.held, self.like = axis, held, like
+        self.axis, self.regions, self.like = axis, regions, like
         me, ranks = axis.rank, range(axis.size)
         self.owned = [number for number, owner in owners.items() if owner == me]
         self.full = dict[int, MatrixRegion]()
         for number in self.owned:
-            filled = [region for region in held[number] if region.size] or held[number][:1]
+            filled = [region for region in regions[number] if region.size] or regions[number][:1]
             self.full[number] = MatrixRegion(
                 range(min(r.rows.start for r in filled), max(r.rows.stop for r in filled)),
                 range(min(r.columns.start for r in filled), max(r.columns.stop for r in filled)),
             )
-        # pieces by the rank that gets or gives them: parts on their way to owners, results on the way back
+        # pieces by peer: parts on the way to owners, results on the way back
         self.parts_out: list[list[Piece]] = [[] for _ in ranks]
         self.parts_in: list[list[Piece]] = [[] for _ in ranks]
         self.results_out: list[list[Piece]] = [[] for _ in ranks]
         self.results_in: list[list[Piece]] = [[] for _ in ranks]
         self.gathers = self.scatters = False
         for number, owner in owners.items():
-            senders: dict[MatrixRegion, int] = {held[number][owner]: owner}
-            for rank, region in enumerate(held[number]):
+            senders: dict[MatrixRegion, int] = {regions[number][owner]: owner}
+            for rank, region in enumerate(regions[number]):
                 if not region.size or rank == owner:
                     continue
                 self.scatters = True
-                sends = senders.setdefault(region, rank) == rank  # of copies the first
+                sends = senders.setdefault(region, rank) == rank  # the first rank with a copy
                 self.gathers |= sends
                 if rank == me:
                     self.results_in[owner].append((number, region))
@@ -186,23 +190,23 @@ class MatrixExchange:
                     self.parts_in[rank] += [(number, region)] if sends else []
 
     def gather(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The matrices that this rank owns, of the regions that each rank holds."""
+        """Gather the matrices that this rank owns from the ranks' regions."""
         if not self.gathers:
             return {number: parts[number] for number in self.owned}
         me, matrices = self.axis.rank, dict[int, Tensor]()
         for number in self.owned:
-            region, full = self.held[number][me], self.full[number]
+            region, full = self.regions[number][me], self.full[number]
             matrices[number] = parts[number].new_empty(full.shape)
             region.of(matrices[number], full).copy_(parts[number])
-        origins = {number: regions[me] for number, regions in self.held.items()}
+        origins = {number: by_rank[me] for number, by_rank in self.regions.items()}
         for number, region, x in self._send(parts, origins, self.parts_out, self.parts_in):
             region.of(matrices[number], self.full[number]).copy_(x)
         return matrices
 
     def scatter(self, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The regions that this rank holds, of the results of their owners; without empty ones."""
+        """Return this rank's regions of the owners' results, without empty ones."""
         me = self.axis.rank
-        regions = {n: self.held[n][me].of(results[n], self.full[n]) for n in self.owned if n in results}
+        regions = {n: self.regions[n][me].of(results[n], self.full[n]) for n in self.owned if n in results}
         if self.scatters:
             for number, _, x in self._send(results, self.full, self.results_out, self.results_in):
                 regions[number] = x
@@ -215,24 +219,21 @@ class MatrixExchange:
         out: Sequence[Sequence[Piece]],
         into: Sequence[Sequence[Piece]],
     ) -> Iterator[tuple[int, MatrixRegion, Tensor]]:
-        """Exchange pieces of tensors, which hold the regions `origins`; yield those that arrive."""
+        """Exchange pieces of tensors that hold the regions `origins`; yield the received ones."""
         flat = [region.of(tensors[n], origins[n]).reshape(-1) for pieces in out for n, region in pieces]
         sent = torch.cat([self.like.new_empty(0), *flat])
-        given, taken = ([sum(r.size for _, r in pieces) for pieces in ranks] for ranks in (out, into))
-        arrived = start_all_to_all(sent, self.axis, given, taken).wait()
+        sizes = ([sum(r.size for _, r in pieces) for pieces in ranks] for ranks in (out, into))
+        received = start_all_to_all(sent, self.axis, *sizes).wait()
         first = 0
         for number, region in (piece for pieces in into for piece in pieces):
-            yield number, region, arrived[first : first + region.size].view(region.shape)
+            yield number, region, received[first : first + region.size].view(region.shape)
             first += region.size
 
 
 class Bucket:
-    """Some weights, whose matrices are formed at once.
+    """Weights whose matrices are exchanged together, in `dtype`.
 
-    Args:
-        shards: the weights.
-        dp: ranks that hold the same part of the model, or rows of it.
-        dtype: of the matrices.
+    `dp` are ranks that hold the same part of the model, or rows of it.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class Bucket:
         device = shards[0].parameter.device
         like = torch.empty(0, dtype=dtype, device=device)
         self.matrices = [m for shard in shards for m in matrices_of(shard, per_head=per_head)]
-        # owners (dp rank, tp rank): the most expensive matrices first, each to the rank with the least
+        # owners (dp rank, tp rank): the most expensive matrices first, each to the rank with the lowest load
         loads, owners = [(0, rank) for rank in range(dp.size * tp.size)], dict[int, tuple[int, int]]()
         costs = [matrix.cost for matrix in self.matrices]
         for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
@@ -266,19 +267,19 @@ class Bucket:
     ) -> Iterator[tuple[Matrix, tuple[int, ...], Tensor | None, Tensor]]:
         """Apply a function of [..., rows, columns] to the full matrices of tensors laid out like the weights.
 
-        Yield for each matrix that this rank holds some of: it, where in the stack and which rows of the
-        weight it is (None for all), and this rank's region of the result. Collective.
+        Yield each matrix with a part on this rank, its index in the stack, its rows of the weight (None for
+        all), and this rank's region of the result. Collective.
         """
         parts = dict[int, Tensor]()
         for n, matrix in enumerate(self.matrices):
             x = tensors[matrix.shard.parameter]
             index, rows = self.indices[n], self.rows[n]
             if index is None:
-                parts[n] = x.new_empty(self.over_dp.held[n][self.over_dp.axis.rank].shape)
+                parts[n] = x.new_empty(self.over_dp.regions[n][self.over_dp.axis.rank].shape)
             else:
                 parts[n] = x[index] if rows is None else x[index][rows]
         gathered = self.over_tp.gather(self.over_dp.gather(parts))
-        full = dict(sorted(gathered.items(), key=lambda item: -item[1].numel()))  # so threads end together
+        full = dict(sorted(gathered.items(), key=lambda item: -item[1].numel()))  # threads end together
         results = dict(zip(full, map_matrices(function, list(full.values())), strict=True))
         regions = self.over_dp.scatter(self.over_tp.scatter(results))
         for n, matrix in enumerate(self.matrices):
@@ -319,12 +320,12 @@ def _map_stacks(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]
 def buckets(
     shards: Sequence[ParameterShard], replicas: Axis, dtype: torch.dtype, *, per_head: bool
 ) -> list[Bucket]:
-    """Weights in buckets of about BUCKET elements of a tp rank's part, the same on all ranks.
+    """Group weights into buckets of about BUCKET elements of a tp rank's part, the same on all ranks.
 
-    A bucket is exchanged between the same ranks: experts over axes of their own.
+    A bucket has one set of axes: experts are apart.
     """
     groups: list[list[ParameterShard]] = []
-    by_axes = sorted(shards, key=lambda shard: shard.experts is not None)  # experts last, else as they are
+    by_axes = sorted(shards, key=lambda shard: shard.experts is not None)  # experts last; stable
     size = BUCKET
     for shard in by_axes:
         elements = math.prod(shard.part_shape)

@@ -3,7 +3,7 @@
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); decay and scale as in arXiv:2502.16982,
 section 2.2. The order of operations is torch.optim.Muon's, the format MuonConfig.dtype.
 
-Each matrix is orthogonalised in full, and by one rank (matrices.py): parts of it would give another result.
+Each matrix is orthogonalised in full by one rank (matrices.py): its parts would give another result.
 """
 
 import math
@@ -11,19 +11,19 @@ import math
 import torch
 from torch import Tensor
 
-from mlm.optim.auto_precision import CPUINFO, has_fast_bfloat16
+from mlm.optim.auto_precision import has_fast_bfloat16, read_cpuinfo
 from mlm.optim.config import MuonConfig
 
 MOMENTUM = "momentum_buffer"
 """Name of the average of gradients, PyTorch's."""
 STRIP = 128
-"""Columns at once of a symmetric product on a CPU: of fewer a call multiplies more slowly."""
+"""Columns at a time of a symmetric product on a CPU: products of fewer are slower."""
 
 
 def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
-    """Newton-Schulz: of x = U S V^T about U V^T, singular values 0.7 to 1.2. [..., rows, columns], x's dtype.
+    """Newton-Schulz: about U V^T of x = U S V^T, singular values 0.7 to 1.2. [..., rows, columns], x's dtype.
 
-    With the first published coefficients it does not converge: their slope at 0 lifts small values fast.
+    Jordan's coefficients do not converge: their slope at 0 lifts small singular values fast.
     """
     a, b, c = config.ns_coefficients
     is_tall = x.shape[-2] > x.shape[-1]
@@ -40,8 +40,8 @@ def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
 def _plus_square(x: Tensor, b: float, c: float) -> Tensor:
     """Return b x + c x x^T of a symmetric x, or of a wide one with b = 0: [..., rows, rows].
 
-    On a CPU strips of columns from the diagonal down, which are mirrored: seven twelfths of the work at 768
-    rows, rounded as the CPU's kernels round products of these shapes.
+    A CPU computes strips of columns below the diagonal and mirrors them: seven twelfths of the work at 768
+    rows. The shapes of the strips decide rounding.
     """
     size = x.shape[-2]
     if x.dim() > 2:
@@ -69,6 +69,5 @@ def iteration_dtype(config: MuonConfig, parameter: Tensor) -> torch.dtype:
         return torch.float64
     if config.dtype != "auto":
         return torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    on_cpu = parameter.device.type == "cpu"
-    is_slow = on_cpu and not (CPUINFO.exists() and has_fast_bfloat16(CPUINFO.read_text(errors="replace")))
+    is_slow = parameter.is_cpu and not has_fast_bfloat16(read_cpuinfo())
     return torch.float32 if is_slow else torch.bfloat16

@@ -1,7 +1,7 @@
 """Dynamic loss scaling for float16 (arXiv:1909.08053, section 4.2), kept on the device.
 
-Start high; an overflow halves the scale and skips the step; `window` clean steps double it. All ranks see
-the same global gradient norm, so all decide alike without another message.
+Start high; an overflow halves the scale and skips the step; `window` clean steps double it. All ranks have
+the same global gradient norm, so they agree without another message.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def parameter_dtype(precision: PrecisionConfig) -> torch.dtype:
 
 
 class LossScaler:
-    """The factor the loss is multiplied by before backward: 1 except in float16.
+    """Factor of the loss before backward: 1 except in float16.
 
     Attributes:
         scale: 0-d float32 tensor on the device.

@@ -33,8 +33,8 @@ def _rate_with_cooldown(step: int, optimizer: OptimizerConfig, schedule: Schedul
         return _rate_before_cooldown(step, optimizer, schedule, steps)
     top = _rate_before_cooldown(max(start, 1), optimizer, schedule, steps)
     progress = min(1.0, (step - start) / (steps - start))
-    left = 1 - (progress if schedule.cooldown_shape == "linear" else math.sqrt(progress))
-    return schedule.min_lr + (top - schedule.min_lr) * left
+    share = 1 - (progress if schedule.cooldown_shape == "linear" else math.sqrt(progress))
+    return schedule.min_lr + (top - schedule.min_lr) * share
 
 
 def _rate_before_cooldown(

@@ -1,6 +1,6 @@
-"""Optimizers and decays named by import path: how they are called, and their problems before a rank starts.
+"""Optimizers and decays named by import path: how they are called, and checks before a rank starts.
 
-This module imports torch only where the named code has, so that commands check other settings without it.
+Imports torch only after the named code has, so that commands check other settings without it.
 """
 
 import math
@@ -20,12 +20,15 @@ Groups = list[dict[str, Any]]
 
 TORCH_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "SGD")
 """Classes of torch.optim that work at every layout: the update of an element reads that element alone. Others
-are not supported: they keep state that checkpoints do not, or need closures, sparse gradients or a start."""
+are not supported: they need state that checkpoints lack, closures, sparse gradients or a warm-up phase."""
 STATE_FIX = "keep tensors shaped like the parameter, and a count `step`"
 
 
 def user_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
-    """Return what builds an optimizer of groups, None for a shipped kind. Both raise OwnCodeError."""
+    """Return a function that builds the user's optimizer from groups; None for a shipped kind.
+
+    Both raise OwnCodeError.
+    """
     target = imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable)
     if target is None:
         _reject_options("optimizer.kind", config.kind, "optimizer", config.options)
@@ -38,10 +41,9 @@ def user_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
     _check_torch_class(target, name)
     for key in {"lr", "weight_decay"} & config.options.keys():
         raise OwnCodeError(f"optimizer.options.{key}: has no effect; set optimizer.{key}")
-    usual = OptimizerConfig()
-    typed = {key: getattr(config, key) for key in ("betas", "eps")}
-    typed = {key: value for key, value in typed.items() if value != getattr(usual, key)}
-    settings = {"lr": config.lr, **typed, **config.options}
+    defaults = OptimizerConfig()
+    changed = [key for key in ("betas", "eps") if getattr(config, key) != getattr(defaults, key)]
+    settings = {"lr": config.lr, **{key: getattr(config, key) for key in changed}, **config.options}
     call = f"{target.__name__}(groups, {', '.join(f'{key}=…' for key in settings)})"
     return partial(_build, name, call, partial(target, **settings))
 
@@ -60,11 +62,10 @@ def _build(name: str, call: str, build: Callable[[Groups], Any], groups: Groups)
 
 
 def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Problem | None:
-    """Return the problem of a layout that splits what a user's optimizer reads as a whole.
+    """Return the problem of a layout that splits tensors which a user's optimizer reads in full.
 
-    An update of elements one by one is the same at every layout (`elementwise = True`), one of whole
-    parameters where tp and zero split none (False), and one that may read all of them where pp does not
-    either (undeclared). Raises OwnCodeError.
+    `elementwise = True` allows every layout; False (full parameters are read) excludes tp and zero;
+    undeclared (all parameters may be read) excludes pp too. Raises OwnCodeError.
     """
     build = user_optimizer(optimizer)
     if build is None:
@@ -108,7 +109,7 @@ def _build_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any
 
 
 def check_step(optimizer: Any) -> None:
-    """Raise OwnCodeError if a step with gradients of 0 fails, or leaves what checkpoints do not hold."""
+    """Raise OwnCodeError if a step with gradients of 0 fails, or changes values that checkpoints lack."""
     before = _numbers(optimizer)
     try:
         optimizer.step()
@@ -129,7 +130,7 @@ def check_step(optimizer: Any) -> None:
 
 
 def _numbers(optimizer: Any) -> dict[str, Any]:
-    """Numbers and tensors of an optimizer outside its state: a resumed run would lack what a step changes."""
+    """Numbers and tensors of an optimizer outside its state, which a resumed run would lack."""
     named = {f"self.{name}": value for name, value in vars(optimizer).items()}
     for number, group in enumerate(optimizer.param_groups):
         named |= {f"param_groups[{number}]['{key}']": value for key, value in group.items()}
@@ -194,7 +195,7 @@ def _reject_options(key: str, kind: str, section: str, options: Mapping[str, obj
 
 
 def decay_share(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: float) -> float:
-    """Return the value of a user's decay. Raises OwnCodeError if it is not a number from 0 to 1."""
+    """Value of a user's decay. Raises OwnCodeError if it is not a number from 0 to 1."""
     name = f"schedule.decay={schedule.decay}: decay({progress:g})"
     try:
         share = decay(progress)
