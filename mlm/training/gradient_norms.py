@@ -32,7 +32,7 @@ class GradientNorms(Observer):
         self.squares: Tensor | None = None
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> None:
-        """Take the squares of what this rank counts, each element of the model on one rank: [homes]."""
+        """Sum the squares by home, each element of the model on one rank: [homes]."""
         trainer = self.trainer
         if (trainer.step + 1) % self.every:
             return
@@ -41,7 +41,7 @@ class GradientNorms(Observer):
             grad = shard.parameter.grad
             if shard.is_stored(trainer.ctx.replicas) and grad is not None:
                 grads[parameter_home(shard.name)].append(grad)
-        squares = torch.stack([sum_of_squares(of_home, trainer.ctx.device) for of_home in grads.values()])
+        squares = torch.stack([sum_of_squares(group, trainer.ctx.device) for group in grads.values()])
         self.squares = squares / trainer.scaler.scale.double() ** 2
 
     def after_step(self, outcome: StepOutcome) -> None:

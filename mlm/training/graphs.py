@@ -1,9 +1,9 @@
 """All layers of a model as two CUDA graphs, one forward and one backward, in place of one for each layer.
 
 PyTorch captures them (torch.cuda.make_graphed_callables) at the first pass that needs gradients. A replay
-copies the hidden states and the keys of dropout masks to where the graphs read them. Weights, their copies in
-half precision and the sums of gradients stay where they are. What a replay returns is overwritten by the
-next, so that a micro-batch's backward pass must end before another's forward pass.
+copies the hidden states and the keys of dropout masks into the graphs' inputs; weights, their half-precision
+copies and gradient sums do not move. The next replay overwrites the outputs, so a micro-batch's backward pass
+must end before the next forward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,17 +36,17 @@ class _Layers(nn.Module):
 
 
 class ReplayedLayers:
-    """`run_layers` of a model, from its next training pass on replayed where a pass is as the captured one.
+    """`run_layers` of a model, captured at its next training pass and replayed for passes of the same inputs.
 
-    The numbers may differ. Other passes run as they would: without gradients, of another shape, with
-    documents or positions.
+    The numbers may differ. Passes without gradients, of other shapes, with documents or positions run
+    eagerly.
     """
 
     def __init__(self, chunk: Transformer) -> None:
         self.chunk, self.run = chunk, chunk.run_layers
         self.replay: Callable[..., Tensor] | None = None
         self.captured: list[object] = []
-        """Shape, dtype and need of a gradient of each input."""
+        """Shape, dtype and requires_grad of each input."""
         self.is_paused = False
 
     def __call__(
@@ -60,18 +60,18 @@ class ReplayedLayers:
         if self.is_paused or not is_plain:
             return self.run(x, stream, spans, positions)
         inputs = (x,) if stream is None else (x, stream.keys)
-        described: list[object] = [(each.shape, each.dtype, each.requires_grad) for each in inputs]
+        signature: list[object] = [(t.shape, t.dtype, t.requires_grad) for t in inputs]
         if self.replay is None:
-            self.captured = described
-            examples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in inputs)
+            self.captured = signature
+            examples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
             layers = _Layers(self.chunk, self.run, stream)
             self.replay = cast(RunLayers, torch.cuda.make_graphed_callables(layers, examples))
-        return self.replay(*inputs) if described == self.captured else self.run(x, stream, None)
+        return self.replay(*inputs) if signature == self.captured else self.run(x, stream, None)
 
 
 @contextmanager
 def layers_called(chunks: Iterable[Transformer]) -> Iterator[None]:
-    """Call the layers inside the block, where hooks look at them."""
+    """Run the layers eagerly inside the block, so that hooks are called."""
     replayed = [chunk.run_layers for chunk in chunks if isinstance(chunk.run_layers, ReplayedLayers)]
     for layers in replayed:
         layers.is_paused = True

@@ -1,6 +1,6 @@
-"""The identity of a run: what may not change between its first step and its last, and a record of what did.
+"""The identity of a run: settings that may not change from its first step to its last, and recorded changes.
 
-A resumed run is compared with its checkpoint's record: all differences of its identity are errors, allowed
+A resumed run is compared with the settings in its checkpoint: differences of identity are errors, allowed
 changes are recorded in the checkpoint. Data is compared by content, in resume.py.
 """
 
@@ -44,7 +44,7 @@ IDENTITY = (
     "optimizer.kind",
     *_keys("lora.", "rank alpha targets rslora dora quantize"),
 )
-"""Keys that may not change: the run would be another one."""
+"""Keys that may not change."""
 DATA = _keys("data.", "path train blend tokenizer")
 """Keys whose data is compared by content; data.change=true allows another."""
 FREE = (
@@ -67,7 +67,7 @@ FUNCTION_KEYS = tuple(
     for setting in fields(ModelConfig)
     if setting.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
 )
-"""Keys of the function that a model computes, which a fresh run with given weights may not change."""
+"""Keys that decide the function of a model; a fresh run from weights may not change them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RunAncestry:
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run spec as saved, by keys as they are typed; a width that is the default is null."""
+    """A saved run spec by keys as typed; a default MLP width is null."""
     settings = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(dict(config)).items()}
     width = settings.get("model.hidden_size")
     if isinstance(width, int) and settings.get("model.ffn_hidden_size") == 4 * width:
@@ -99,21 +99,21 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_settings(config: PretrainConfig) -> dict[str, Any]:
-    """This run's spec, by keys as they are typed. Raises UserError as `fill_eod_id` does."""
+    """This run's spec by keys as typed. Raises UserError as `fill_eod_id` does."""
     return flat_settings(to_dict(replace(config, data=fill_eod_id(config.data))))
 
 
 def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
-    """Every key of the identity in which a spec differs from the saved one of the folder `run`, a line each.
+    """Return a line for each identity key whose value differs from the saved one of the folder `run`.
 
-    Keys that the checkpoint does not hold are not compared.
+    Keys that the checkpoint lacks are not compared.
     """
     now, then = current_settings(config), flat_settings(saved)
     if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
         for settings in (now, then):
             options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
             settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
-    # of some keys only some runs depend: masking is BERT's, an end of documents counts with switches of both
+    # masking keys matter to BERT alone, eod_id only where both runs have a switch that reads it
     unused = {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"}
     unused.difference_update(family_of(config.model.kind).data_keys)
     if not any(getattr(config.data, switch) and then.get(f"data.{switch}") for switch in SWITCHES):
@@ -127,23 +127,23 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
 
 
 def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
-    """The problem of a model whose function is not the one that its given weights were trained for."""
+    """Return the problems of a model whose function differs from the one its weights were trained for."""
     now, then = current_settings(config), flat_settings(saved)
-    other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
-    if len(other) < 2:
+    differing = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
+    if len(differing) < 2:
         return [
             f"{key}={format_value(now[key])}: the weights in {path} are of a model with "
             f"{format_value(value)}; set {key}={format_value(value)}, or another ckpt=…"
-            for key, value in other.items()
+            for key, value in differing.items()
         ]
-    typed = format_settings({key: now[key] for key in other})
+    typed = format_settings({key: now[key] for key in differing})
     problem = f"{typed}: the weights in {path} are of another model"
-    fix = f"choose no model=…, which takes the checkpoint's, or set {format_settings(other)}"
-    return [Problem(other, problem, fix)]
+    fix = f"choose no model=…, which takes the checkpoint's, or set {format_settings(differing)}"
+    return [Problem(differing, problem, fix)]
 
 
 def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], ...]:
-    """Allowed changes that numbers depend on, as a checkpoint records them."""
+    """Allowed changes that affect numbers, as recorded in checkpoints."""
     now, then = current_settings(config), flat_settings(saved)
     return tuple(
         {"step": step, "key": key, "from": then[key], "to": now[key]}
@@ -160,6 +160,4 @@ def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     lineage = state.get(LINEAGE)
     changes = lineage.get("changes") if isinstance(lineage, dict) else None
-    return (
-        tuple(change for change in changes if isinstance(change, dict)) if isinstance(changes, list) else ()
-    )
+    return tuple(c for c in changes if isinstance(c, dict)) if isinstance(changes, list) else ()

@@ -1,6 +1,6 @@
-"""Choice of kernels, before a model is built: attention, compiled layers, TensorFloat32, reproducible ones.
+"""Choice of kernels before a model is built: attention, compiled layers, TensorFloat32, deterministic ones.
 
-These are switches of PyTorch for the whole process. A rank trains one model.
+These switches of PyTorch apply to the whole process. A rank trains one model.
 """
 
 import os
@@ -24,11 +24,11 @@ from mlm.runs.config import AttentionKernel, PretrainConfig
 from mlm.util.errors import UserError, format_value
 
 ADA, HOPPER = (8, 9), (9, 0)
-"""Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
+"""Compute capabilities from which GPUs multiply 8-bit floats, and prefer cuDNN's attention."""
 FP8_WIDTH = 2048
-"""Width from which products of 8 bits gain more than their casts take, by bytes and FLOPs of an H100."""
+"""Width from which 8-bit products save more time than their casts take, by bytes and FLOPs of an H100."""
 ATTENTION = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
-"""Kernels of attention, the fastest first, and PyTorch's names of them."""
+"""Attention kernels, fastest first, and their names in PyTorch."""
 
 
 def choose_kernels(config: PretrainConfig, device: torch.device, *, one_shape: bool = True) -> None:
@@ -39,7 +39,7 @@ def choose_kernels(config: PretrainConfig, device: torch.device, *, one_shape: b
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU's first product runs
         torch.use_deterministic_algorithms(True)
-        # else a pass over each new tensor
+        # filling would take a pass over each new tensor
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type != "cuda":
         return
@@ -62,40 +62,38 @@ def choose_products(precision: PrecisionConfig, device: torch.device) -> None:
 
 
 def choose_attention(kind: AttentionKernel, capability: tuple[int, int], *, one_shape: bool = True) -> None:
-    """Let scaled_dot_product_attention use one kernel, or with auto each that can, the fastest first.
+    """Allow scaled_dot_product_attention one kernel, or with auto all of them, the fastest first.
 
-    cuDNN plans for each shape that it has not seen, tenths of a second forward and again backward: without
-    `one_shape`, auto leaves it out. Compiled code keeps the kernel that was chosen then, and PyTorch guards
-    it by no choice: it is dropped.
+    cuDNN plans each new shape, tenths of a second forward and again backward: without `one_shape`, auto
+    excludes it. Compiled code keeps the kernel of its compilation without a guard, so it is dropped.
     """
     before = _attention_chosen()
     for name, torch_name in ATTENTION.items():
         is_allowed = kind == name or (kind == "auto" and (one_shape or name != "cudnn"))
         getattr(torch.backends.cuda, f"enable_{torch_name}_sdp")(is_allowed)
-    set_order = getattr(torch._C, "_set_sdp_priority_order", None)
-    if kind == "auto" and one_shape and capability >= HOPPER and set_order is not None:
+    if kind == "auto" and one_shape and capability >= HOPPER:
         backends = torch.nn.attention.SDPBackend
         order = (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION)
-        set_order([backend.value for backend in (*order, backends.MATH)])
+        torch._C._set_sdp_priority_order([backend.value for backend in (*order, backends.MATH)])
     if _attention_chosen() != before and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     _key_compiled_code()
 
 
 def _key_compiled_code() -> None:
-    """Keep code compiled for other kernels of attention apart in PyTorch's caches, which lie on disk, too."""
+    """Separate code compiled for different attention kernels in PyTorch's caches in memory and on disk."""
     torch.compiler.config.cache_key_tag = repr(_attention_chosen())
 
 
 def _attention_chosen() -> tuple[object, ...]:
-    """The kernels of attention that PyTorch may use, and their order."""
-    cuda, order = torch.backends.cuda, getattr(torch._C, "_get_sdp_priority_order", list)
-    return (*(getattr(cuda, f"{name}_sdp_enabled")() for name in ATTENTION.values()), *order())
+    """The attention kernels that PyTorch may use, and their order."""
+    enabled = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION.values())
+    return (*enabled, *torch._C._get_sdp_priority_order())
 
 
 @contextmanager
 def attention_of_any_shape(device: torch.device) -> Iterator[None]:
-    """Keep cuDNN out of attention inside the block, unless it was chosen: lengths differ by pass."""
+    """Disable cuDNN's attention inside the block, where lengths differ, unless it is the only kernel."""
     cuda = torch.backends.cuda
     if device.type != "cuda" or not (cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()):
         yield
@@ -110,7 +108,7 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
 
 
 def should_compile(choice: bool | None, device: torch.device) -> bool:
-    """`compile` of the configuration, decided: by default on a GPU that has a compiler."""
+    """Resolve the setting `compile`: None means True on a GPU that has a compiler."""
     if choice is not None:
         return choice
     if device.type != "cuda":
@@ -123,12 +121,12 @@ def should_compile(choice: bool | None, device: torch.device) -> bool:
 def settle_kernels(
     config: PretrainConfig, device: torch.device, *, replicas: int, one_shape: bool = True
 ) -> PretrainConfig:
-    """Decide what a run leaves to its device: CUDA graphs, sums inside products, parts of tp's messages.
+    """Resolve settings left to the device: CUDA graphs, fused gradient accumulation, overlap over tp.
 
     `replicas` is dp; `one_shape` is True if all micro-batches have one shape.
     """
     on_gpu, parallel = device.type == "cuda", config.parallel
-    if config.exact:  # none of them sums in its order
+    if config.exact:  # none of them keeps its order of sums
         parallel = replace(parallel, tp_overlap=1)
         return replace(config, compile=False, cuda_graphs=False, fuse_accumulation=False, parallel=parallel)
     is_shipped = config.model.kind in KINDS and not config.lora.rank
@@ -166,7 +164,7 @@ def layer_flops(config: PretrainConfig) -> float:
 
 
 def kernels_line(config: PretrainConfig, settled: PretrainConfig, device: torch.device) -> str | None:
-    """A line that says what `settle_kernels` turned on, or that a switch has no effect; None if neither."""
+    """A line on what `settle_kernels` turned on, or on a switch without effect; None if neither."""
     if config.cuda_graphs and device.type != "cuda":
         return f"cuda_graphs={format_value(config.cuda_graphs)} has no effect on a CPU"
     chosen = []
@@ -179,7 +177,7 @@ def kernels_line(config: PretrainConfig, settled: PretrainConfig, device: torch.
 
 
 def fp8_line(config: PretrainConfig) -> str | None:
-    """A line that advises against 8-bit products of narrow layers, whose casts take what they gain."""
+    """A line that advises against 8-bit products of narrow layers."""
     width = config.model.hidden_size
     if config.precision.dtype != "fp8" or width >= FP8_WIDTH:
         return None
@@ -197,9 +195,9 @@ def compile_layers(
 ) -> None:
     """torch.compile each layer: one graph serves all, where compiling whole models took minutes.
 
-    Where the compiler was not asked for and fails, the layer runs as it is, with a warning. With `graphs` the
-    launches of each are replayed. `budget` is the share of activations, of those besides its inputs, that a
-    layer keeps; the compiler recomputes the cheapest. Raises UserError.
+    If the compiler is a default and fails, the layer runs eagerly, with a warning. `graphs` replays the
+    launches of each layer. `budget` is the share of inner activations that a layer keeps; the compiler
+    recomputes the cheapest. Raises UserError.
     """
     if not should_compile(choice, device):
         if graphs and device.type == "cuda":
@@ -214,7 +212,7 @@ def compile_layers(
 
 
 def keep_activations(budget: float) -> None:
-    """Set the share of activations that compiled code keeps. No guard knows it: other code is dropped."""
+    """Set the share of activations that compiled code keeps. Not guarded, so older code is dropped."""
     from torch._functorch import config
 
     if config.activation_memory_budget != budget:

@@ -1,4 +1,4 @@
-"""The training loop, with what reports and saves around it, and the list of its observers.
+"""The training loop and session (reports, signals, saves), and the list of its observers.
 
 Pretraining and finetuning derive from `Loop`.
 """
@@ -54,12 +54,12 @@ class Loop(ABC):
     stop: StopRequest
     saver: Saver
     is_stopping: bool = field(default=False, init=False)
-    """True once any rank was asked to stop, as all ranks agree."""
+    """True once all ranks agree that one received a request to stop."""
     incidents: Incidents = field(init=False)
     experts: ExpertWatch | None = field(default=None, init=False)
-    """The observer of the loads of experts, where they are balanced."""
+    """None without balanced experts."""
     stops_after: int = field(default=1, init=False)
-    """Step after which a stop requested now takes effect, unless its vote has begun."""
+    """Step after which a stop requested now takes effect, unless its vote has started."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""
@@ -78,7 +78,7 @@ class Loop(ABC):
                 except RewindRequested as request:
                     self.throughput.pause()
                     request.rewind()
-                    # a stop comes after the next step: its checkpoint keeps what the rewind leaves out
+                    # stop after the next step: its checkpoint records the samples excluded by the rewind
                     self.is_stopping = False
             observers.on_run_end()
         finally:
@@ -90,7 +90,7 @@ class Loop(ABC):
         trainer, observers, save_due = self.trainer, self.trainer.observers, False
         with self.batches() as batches_of_steps:
             self.throughput.start()
-            if VALIDATION_DUE in trainer.extra_state:  # the stop before cut it short
+            if VALIDATION_DUE in trainer.extra_state:  # interrupted by the last stop
                 self.validate()
                 if self.is_done() and VALIDATION_DUE not in trainer.extra_state:
                     self.save(awaited=True)
@@ -121,7 +121,7 @@ class Loop(ABC):
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         self.incidents = incidents = Incidents(trainer, out, reporter, saver)
-        # incidents first, as a step that they return from is not reported
+        # incidents first: a step that they rewind is not reported
         watching: list[Observer] = [incidents, self.vote]
         if trainer.ctx.world_size > 1:
             watching.append(SlowRanks(trainer, incidents.report))
@@ -143,7 +143,7 @@ class Loop(ABC):
             self.is_stopping = True
 
     def further_observers(self) -> list[Observer]:
-        """Those of this type of run."""
+        """Observers of this type of run alone."""
         return []
 
     @property
@@ -153,7 +153,7 @@ class Loop(ABC):
 
     @abstractmethod
     def batches(self) -> AbstractContextManager[Iterator[Batches]]:
-        """This rank's micro-batches of each step, from the next step on."""
+        """Yield this rank's micro-batches of each step, from the next step on."""
 
     @abstractmethod
     def score(self) -> None:
@@ -164,7 +164,7 @@ class Loop(ABC):
         """Tokens trained on so far, over all ranks and attempts."""
 
     def last_step(self) -> str:
-        """Words for the step after which a stop requested now takes effect."""
+        """Describe the step after which a stop requested now takes effect."""
         if VALIDATION_DUE in self.trainer.extra_state:
             return f"the batch of validation after step {self.trainer.step}"
         after_vote = 0 if self.vote.is_open else self.vote.step + 1
@@ -172,14 +172,14 @@ class Loop(ABC):
         return f"step {min(end, max(self.stops_after, after_vote))}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
-        """Numbers to report of a step in addition to its loss."""
+        """Further numbers to report of a step."""
         return {}
 
     def is_done(self) -> bool:
         return self.trainer.step >= self.trainer.config.train.steps
 
     def is_log_due(self) -> bool:
-        """True if the step's numbers are reported: of the first, the last and every log.every-th."""
+        """True for the first, the last and every log.every-th step."""
         step = self.trainer.step
         is_last = self.is_done() or self.is_stopping
         return is_last or step == 1 or is_step_due(step, self.trainer.config.log.every)
@@ -192,7 +192,7 @@ class Loop(ABC):
         self.throughput.count()
 
     def validate(self) -> None:
-        """Validate with the clock stopped. A stop requested meanwhile leaves the rest to the next start."""
+        """Validate with the clock stopped. After a stop request the next start validates the remainder."""
         self.throughput.pause()
         trainer, model = self.trainer, self.trainer.model
         state, model.polled = trainer.extra_state, self.vote.polled
@@ -202,7 +202,7 @@ class Loop(ABC):
                     self.score()
                     state[VALIDATION_DUE] = False
                 trainer.observers.after_validation()
-                # a request made after the last batch's vote stops the run before the next step, too
+                # a request after the last batch's vote also stops the run before the next step
                 self.vote.begin()
                 del state[VALIDATION_DUE]
         finally:
@@ -342,18 +342,18 @@ def training_session(
 
 
 def composed_yaml(config: Any, command: str) -> str:
-    """The configuration of a run of `command`, as `resume={out}` reads it back (mlm/cli/compose/saved.py)."""
+    """Configuration of a run of `command` as YAML for `resume={out}` (mlm/cli/compose/saved.py)."""
     values = to_dict(config)
     values.update(values.pop("parallel"))
     return OmegaConf.to_yaml({"command": command, **values})
 
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:
-    """The words to type to resume a run, started as this one was."""
+    """Return the arguments of the command that resumes a run."""
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
-    # a saved import path of user code is followed only if typed again
+    # user code in saved settings is imported only if its path is typed again
     user_code = [
         f"{key}={format_value(value)}" for key, value in named.items() if {*paths_in(value)} - SHIPPED.keys()
     ]
@@ -361,7 +361,7 @@ def resume_command(command: str, out: Path, config: Any) -> list[str]:
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:
-    """Name of the run, and its folder if that is another than runs/{name}: runs may share a name."""
+    """Name of the run, with its folder unless that is runs/{name}."""
     return "run", name if out == Path("runs", name) else f"{name} in {out}"
 
 
@@ -372,7 +372,7 @@ def model_row(trainer: Trainer, run_origin: str = "") -> tuple[str, str]:
 
 
 def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str]:
-    """Sizes and options of the parallel layout. The bubble is stated only if all batches are alike."""
+    """Sizes and options of the parallel layout, and with `even_batches` the bubble."""
     config, ctx, p = trainer.config, trainer.ctx, trainer.settled.parallel
     schedule: str = p.pipeline
     if ctx.pp.size > 1 and even_batches:

@@ -1,4 +1,4 @@
-"""Memory of a process: reuse of large blocks; errors of PyTorch for a lack of memory or of a kernel."""
+"""Memory of a process: reuse of large blocks; PyTorch's errors for missing memory or kernels."""
 
 import ctypes
 import sys
@@ -21,7 +21,7 @@ MISSING = {
         "deterministic=false"
     ),
 }
-"""Words of PyTorch's errors for a kernel that it lacks, and what to say instead."""
+"""Words of PyTorch's errors for a missing kernel, and the messages in their place."""
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -30,11 +30,10 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def reuse_large_blocks() -> bool:
-    """Let glibc's malloc keep freed blocks of any size for the next allocation; return True if it could.
+    """Let glibc's malloc keep freed blocks of any size for the next allocation; True if it does.
 
-    By default a tensor above a threshold is mapped on allocation and unmapped when freed, and every page of
-    it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
-    is the same; freed memory stays with the process.
+    By default a tensor above a threshold is mapped on allocation and unmapped when freed, and the system
+    zeroes all of its pages again at each step: 1.1 to 1.25 times the step time. Peak memory is the same.
     """
     libc, largest = _glibc(), 2**31 - 1
     if libc is None:
@@ -44,10 +43,10 @@ def reuse_large_blocks() -> bool:
 
 
 def trim_memory() -> None:
-    """Return freed memory that `reuse_large_blocks` keeps to the system, where that is possible.
+    """Return freed memory that `reuse_large_blocks` keeps to the system, if possible.
 
-    Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
-    RTE grew from 1 to 6 GB in 600 steps.
+    Blocks whose sizes change from step to step fragment memory: finetuning on RTE grew from 1 to 6 GB in 600
+    steps.
     """
     libc = _glibc()
     if libc is not None:
@@ -56,7 +55,7 @@ def trim_memory() -> None:
 
 @contextmanager
 def torch_errors_as_user_errors(config: PretrainConfig, length: str) -> Iterator[None]:
-    """Turn errors of PyTorch and Python for lack of memory, or of a kernel, into a UserError with a fix.
+    """Turn errors for missing memory or a missing kernel into a UserError with a fix.
 
     `length` is the setting of a sample's length.
     """

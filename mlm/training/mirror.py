@@ -1,14 +1,14 @@
 """The mirror of a run's checkpoints in an object store: `checkpoint.mirror=s3://BUCKET/PREFIX`.
 
-    PREFIX/mirror.json                      the checkpoints that are whole, and who writes here
-    PREFIX/config.yaml, tokenizer.json      of the run's folder
+    PREFIX/mirror.json                      complete checkpoints, and the id of the writer
+    PREFIX/config.yaml, tokenizer.json      copies from the run's folder
     PREFIX/step-00001000-<save id>/         manifest.json and shards of a checkpoint
 
-An upload writes a folder, compares the sizes of its objects, then replaces mirror.json, which lists it. One
-that is deleted leaves the list first.
+An upload writes a folder, compares the sizes of its objects, then replaces mirror.json, which lists it. A
+deletion removes the folder from the list first.
 
-`Mirror.root` is a local folder as a run's, of manifests alone. So what is good, kept, pruned, set aside or
-rolled back to is decided by the functions that decide it for the run's folder.
+`Mirror.root` is a local folder of checkpoints with manifests alone, so that the functions for a run's folder
+decide what is good, pruned, set aside or rolled back to.
 """
 
 import logging
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable[[Path], None]]:
-    """Yield the function that uploads a checkpoint in the background; at the end, wait for uploads.
+    """Yield a function that uploads a checkpoint in the background; at the end, wait for uploads.
 
     Collective; rank 0 transfers. With checkpoint.from_mirror it first downloads what `out` lacks. Raises
     UserError if the mirror cannot be read or written, or is another run's; SaveFailedError if a finished
@@ -83,7 +83,7 @@ def mirroring(config: PretrainConfig, ctx: ParallelContext) -> Iterator[Callable
 
 
 class Uploads:
-    """Uploads checkpoints one after another in a thread. A newer one takes the place of one that waits."""
+    """Uploads checkpoints one after another in a thread. A newer checkpoint replaces a waiting one."""
 
     def __init__(self, config: PretrainConfig) -> None:
         self.out, self.settings, self.steps = Path(config.out), config.checkpoint, config.train.steps
@@ -99,12 +99,12 @@ class Uploads:
         self._is_last = False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
-        own = folders.latest_checkpoint(self.out / CHECKPOINTS)
-        if own is not None and name_of(read_manifest_head(own)) != self.mirror.newest:
-            self.add(own)  # its upload was cut off, or the run was rolled back
+        latest = folders.latest_checkpoint(self.out / CHECKPOINTS)
+        if latest is not None and name_of(read_manifest_head(latest)) != self.mirror.newest:
+            self.add(latest)  # its upload was interrupted, or the run was rolled back
 
     def add(self, path: Path) -> None:
-        """Upload a checkpoint when the one before is uploaded. Returns at once."""
+        """Upload a checkpoint after the current upload. Returns at once."""
         with self._changed:
             if self._waiting is not None:
                 skipped = self._waiting.name
@@ -113,10 +113,10 @@ class Uploads:
             self._changed.notify()
 
     def finish(self) -> str | None:
-        """Wait for all uploads, with their progress on stderr; a request to stop leaves them out.
+        """Wait for all uploads, with their progress on stderr, until a request to stop.
 
-        Returns the problem of a finished run whose last checkpoint is not uploaded; of one that was stopped
-        it is a warning, as its next start uploads it.
+        Returns the problem of a finished run whose last checkpoint is not uploaded; for a stopped run it is a
+        warning, as the next start uploads it.
         """
         with self._changed:
             self._is_last = True
@@ -124,19 +124,19 @@ class Uploads:
         self._thread.join(0.5)
         url, later = self.mirror.url, f"mlm pretrain resume={self.out} uploads it"
         if self._thread.is_alive():
-            left = self.mirror.left
+            size = self.mirror.remaining
             print(f"mlm pretrain: uploading to {url}; Ctrl-C leaves it out, and {later}", file=sys.stderr)
-            with StopRequest() as stop, progress_bar(f"uploading to {url}", left, in_bytes=True) as advance:
+            with StopRequest() as stop, progress_bar(f"uploading to {url}", size, in_bytes=True) as advance:
                 while self._thread.is_alive() and not stop.exit_code:  # not by a requeue's signal, repeated
                     self._thread.join(0.5)
-                    advance(left - self.mirror.left)
-                    left = self.mirror.left
+                    advance(size - self.mirror.remaining)
+                    size = self.mirror.remaining
             if self._thread.is_alive():
                 self._failure = f"{url}: the upload is left out ({stop.reason})"
         if self._failure is None:
             return None
-        own = folders.latest_checkpoint(self.out / CHECKPOINTS)
-        if own is not None and folders.step_of(own) >= self.steps:
+        latest = folders.latest_checkpoint(self.out / CHECKPOINTS)
+        if latest is not None and folders.step_of(latest) >= self.steps:
             return f"{self._failure}; {later}"
         log.warning("%s; %s", self._failure, later)
         return None
@@ -160,16 +160,16 @@ class Uploads:
 
 
 def read_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":
-    """Return the mirror of the run in `out`. Raises UserError, as for one of another run; OSError."""
+    """Return the mirror of the run in `out`. Raises UserError, also for another run's mirror; OSError."""
     mirror, root = Mirror(str(settings.mirror)), out / CHECKPOINTS
-    own = folders.latest_checkpoint(root)
-    here = {name_of(save) for save in (*folders.saves_in(root), *_past_of(own))}
-    if not settings.from_mirror and mirror.newest not in (None, *here):
+    latest = folders.latest_checkpoint(root)
+    local = {name_of(save) for save in (*folders.saves_in(root), *_save_and_ancestors(latest))}
+    if not settings.from_mirror and mirror.newest not in (None, *local):
         problem = f"holds {mirror.newest} of another run, or of this one on another machine"
         fix = f"continue it by resume={mirror.url}, or name another prefix"
         raise UserError(f"checkpoint.mirror={mirror.url}: {problem}; {fix}")
     if settings.from_mirror and mirror.newest is not None:
-        mirror.choose_source(own, settings.from_step)
+        mirror.choose_source(latest, settings.from_step)
     return mirror
 
 
@@ -178,15 +178,15 @@ class Mirror:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.left = 0
-        """Bytes to upload of the checkpoint under way."""
+        self.remaining = 0
+        """Bytes still to upload of the current checkpoint."""
         self._writer = os.urandom(8).hex()
         self._folder = tempfile.TemporaryDirectory(prefix="mlm-mirror-", ignore_cleanup_errors=True)
         self.root = Path(self._folder.name)
-        """A folder of checkpoints: manifests, and sparse files of the sizes in the store."""
+        """Folder of checkpoints: manifests, and sparse files of the sizes in the store."""
         self._load()
         self.stored = {*self.checkpoints, *self.aside}
-        """Folders of all that mirror.json lists."""
+        """Folders that mirror.json lists."""
 
     @property
     def checkpoints(self) -> list[str]:
@@ -211,9 +211,9 @@ class Mirror:
         return choose_step(self.root, step, since=since, setting=setting, location=self.url)
 
     def upload(self, directory: Path, settings: CheckpointConfig) -> None:
-        """Upload a checkpoint; delete those that neither its folder nor retention keeps. Raises OSError."""
+        """Upload a checkpoint; delete outdated ones that are not in its local folder. Raises OSError."""
         manifest = read_manifest_head(directory)
-        with ExitStack() as stack:  # opened at once: the run may delete them before their turn
+        with ExitStack() as stack:  # all opened now: the run may delete them during the upload
             opened = {n: stack.enter_context(open(directory / n, "rb")) for n in (*manifest.files, MANIFEST)}
             encoded = opened[MANIFEST].read()
             self._check_writer()
@@ -223,9 +223,9 @@ class Mirror:
                 store.write_object(f"{self.url}/{path.name}", path.read_bytes())
         self._check_writer()
         self._place(manifest, encoded, {name: entry.bytes for name, entry in manifest.files.items()})
-        kept = folders.saves_in(directory.parent)
+        local = folders.saves_in(directory.parent)
         for path in outdated(self.root, keep_last=settings.keep_last, keep_every=settings.keep_every):
-            if read_manifest_head(path).save not in kept:
+            if read_manifest_head(path).save not in local:
                 folders.discard(path)
         self.write()
 
@@ -235,18 +235,18 @@ class Mirror:
         for attempt in range(store.UPLOADS + 1):
             stored = self._sizes(f"/{name}")
             missing = [file for file, size in sizes.items() if stored.get(file) != size]
-            self.left = sum(sizes[file] for file in missing)
+            self.remaining = sum(sizes[file] for file in missing)
             if not missing:
                 return
             for file in missing if attempt < store.UPLOADS else ():
                 store.upload_file(f"/proc/self/fd/{files[file]}", f"{self.url}/{name}/{file}")
-                self.left -= sizes[file]
+                self.remaining -= sizes[file]
         raise UserError(f"{self.url}/{name}/{missing[0]}: {store.TRUNCATED}")
 
     def _place(self, manifest: Manifest, encoded: bytes, sizes: Mapping[str, int]) -> None:
-        """Make a checkpoint the newest one in `root`; what is not of its past is set aside."""
-        if (before := folders.saves_in(self.root).get(manifest.save)) is not None:
-            folders.discard(before)
+        """Make a checkpoint the newest one in `root`, and set other branches aside."""
+        if (old := folders.saves_in(self.root).get(manifest.save)) is not None:
+            folders.discard(old)
         staging = folders.open_staging(self.root, manifest.step, manifest.save_id)
         (staging / MANIFEST).write_bytes(encoded)
         for file in manifest.files.keys() & sizes.keys():
@@ -256,31 +256,32 @@ class Mirror:
         folders.publish(staging, self.root, manifest)
         move_latest(self.root, manifest.step)
 
-    def choose_source(self, own: Path | None, step: int | None) -> tuple[int, Path]:
+    def choose_source(self, latest: Path | None, step: int | None) -> tuple[int, Path]:
         """Return the step to continue from, and its checkpoint in `root`. Raises as `download`."""
-        chosen, past = self.choose_step(step, "checkpoint.from_step"), _past_of(own)
+        chosen, past = self.choose_step(step, "checkpoint.from_step"), _save_and_ancestors(latest)
         source = reachable(self.root)[chosen]
         manifest = read_manifest_head(source)
-        if own is None or manifest.save in past or past[0] in Lineage.of(manifest.state).ancestors:
+        if latest is None or manifest.save in past or past[0] in Lineage.of(manifest.state).ancestors:
             return chosen, source
-        out = own.parent.parent
+        out = latest.parent.parent
         raise UserError(f"out={out}: holds another run than {self.url}; set out=… to a new folder")
 
-    def download(self, root: Path, own: Path | None, step: int | None = None) -> None:
-        """Have the folder `root` of a run, whose newest is `own`, continue from the checkpoint of a step.
+    def download(self, root: Path, latest: Path | None, step: int | None = None) -> None:
+        """Let a run's folder `root`, whose latest checkpoint is `latest`, continue from that of a step.
 
-        `step` None is the newest good one, or `own` if it descends from that and the mirror has not gone back
-        since. Raises CorruptFileError if none is good, UserError if `own` is of another run; OSError.
+        `step` None means the newest good one, or `latest` if it descends from that and the mirror was not
+        rolled back since. Raises CorruptFileError if none is good, UserError if `latest` is of another run;
+        OSError.
         """
-        past = _past_of(own)
+        past = _save_and_ancestors(latest)
         while True:
-            chosen, source = self.choose_source(own, step)
+            chosen, source = self.choose_source(latest, step)
             manifest = read_manifest_head(source)
             before, is_past = Lineage.of(manifest.state).ancestors, manifest.save in past
             later = {name_of(save) for save in past if save not in (manifest.save, *before)}
             if is_past and step is None and not later & self.stored:
                 return
-            self.write()  # another machine that writes here deletes nothing from now on
+            self.write()  # other writers stop deleting
             try:
                 local = folders.saves_in(root).get(manifest.save)
                 if local is None or local != reachable(root).get(chosen) or folders.checkpoint_problem(local):
@@ -297,7 +298,7 @@ class Mirror:
         move_latest(self.root, chosen)
 
     def _fetch(self, source: Path, manifest: Manifest, root: Path) -> None:
-        """Download the checkpoint whose manifest is in `source` into `root`, and compare every byte."""
+        """Download the checkpoint whose manifest is in `source` into `root`, and verify every byte."""
         url, sizes = f"{self.url}/{name_of(manifest)}", {n: e.bytes for n, e in manifest.files.items()}
         staging = folders.open_staging(root, manifest.step, manifest.save_id)
         try:
@@ -314,9 +315,9 @@ class Mirror:
             folders.discard(staging)
 
     def _load(self) -> None:
-        """Fill `root` by mirror.json, or from all whole folders where that names none, is damaged or missing.
+        """Fill `root` by mirror.json, or from all complete folders if that is empty, damaged or missing.
 
-        An upload that was cut off before it was listed counts, if it continues the newest checkpoint.
+        A complete upload that is not listed yet counts if it continues the newest checkpoint.
         """
         sizes, url, damage = self._sizes(), f"{self.url}/{LISTING}", ""
         self.has_config = RUN_SETTINGS in sizes
@@ -354,7 +355,7 @@ class Mirror:
             log.warning("%s: %s; rebuilt from whole folders, the newest is %s", url, why, self.newest)
 
     def _sizes(self, below: str = "") -> dict[str, int]:
-        """Bytes of the objects of the mirror, or of a folder in it, by path."""
+        """Bytes of the objects of the mirror, or of a folder below it, by path."""
         url = f"{self.url}{below}"
         return {entry.url.removeprefix(f"{url}/"): entry.bytes for entry in store.list_objects(url)}
 
@@ -373,24 +374,24 @@ class Mirror:
             raise CorruptFileError(f"no list of checkpoints ({error})") from error
 
     def _check_writer(self) -> None:
-        with suppress(CorruptFileError):  # it will be replaced
+        with suppress(CorruptFileError):  # a damaged listing is replaced
             if self._listing()[0] not in (None, self._writer):
                 raise UserError(f"{self.url}: another run writes there now; name another prefix for this one")
 
     def write(self) -> None:
-        """Write mirror.json, as its one writer from now on; delete what has left it, and cut off uploads.
+        """Write mirror.json as its only writer; delete unlisted checkpoints and interrupted uploads.
 
-        What cannot be deleted is a warning, and tried again.
+        A failed deletion is a warning, and repeated later.
         """
         body = {"writer": self._writer, "checkpoints": self.checkpoints, "aside": self.aside}
         store.write_object(f"{self.url}/{LISTING}", dump_json(body))
         sizes, now = self._sizes(), {*self.checkpoints, *self.aside}
         try:
             for name in {path.partition("/")[0] for path in sizes} - now:
-                is_cut_off = f"{name}/{MANIFEST}" not in sizes
-                if name in self.stored and not is_cut_off:  # first, so that half of it is not taken for whole
+                is_partial = f"{name}/{MANIFEST}" not in sizes
+                if name in self.stored and not is_partial:  # first: a folder without it counts as partial
                     store.delete_folder(f"{self.url}/{name}/{MANIFEST}")
-                if name in self.stored or (is_cut_off and FOLDER.fullmatch(name)):
+                if name in self.stored or (is_partial and FOLDER.fullmatch(name)):
                     store.delete_folder(f"{self.url}/{name}")
             self.stored = now
         except UserError as error:
@@ -398,11 +399,11 @@ class Mirror:
             log.warning("old checkpoints are not deleted: %s", error)
 
 
-def _past_of(own: Path | None) -> tuple[Save, ...]:
-    """Return a checkpoint's save, then those that it descends from."""
-    return () if own is None else (read_manifest_head(own).save, *folders.ancestors_of(own))
+def _save_and_ancestors(path: Path | None) -> tuple[Save, ...]:
+    """Return a checkpoint's save, then its ancestors."""
+    return () if path is None else (read_manifest_head(path).save, *folders.ancestors_of(path))
 
 
 def name_of(save: "Save | Manifest") -> str:
-    """Name of a checkpoint's folder in a mirror. Two saves of one step have two."""
+    """Name of a checkpoint's folder in a mirror, different for two saves of one step."""
     return f"{folders.step_name(save.step)}-{save.save_id[:12]}"

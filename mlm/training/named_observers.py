@@ -1,4 +1,4 @@
-"""Observers that `train.observers` names, from their settings: built on each rank, and checked before."""
+"""Observers named by `train.observers`: built on each rank, and checked before ranks start."""
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, isclass, signature
@@ -18,7 +18,7 @@ from mlm.util.errors import Problem, format_value
 
 KEY = "train.observers"
 SHIPPED: Mapping[str, type[Observer]] = {"mlm.training.gradient_norms:GradientNorms": GradientNorms}
-"""Observers that saved settings may name, too."""
+"""Observers that saved settings may name without being typed again."""
 
 
 def observer_problems(entries: Sequence[ObserverEntry]) -> list[Problem]:
@@ -56,22 +56,22 @@ def _build(entry: ObserverEntry) -> Observer:
 
 
 def checked_fields(path: str, target: Callable[..., object], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an observer in the types that its class declares.
+    """Convert the fields of an observer to the types that its class declares.
 
-    Raises OwnCodeError for one that is unknown, missing, of another type, or outside its `Bound`.
+    Raises OwnCodeError for a field that is unknown, missing, of another type, or outside its `Bound`.
     """
     try:
         parameters = dict(signature(target).parameters)
         hints = get_type_hints(target.__init__ if isclass(target) else target, include_extras=True)
-    except (TypeError, ValueError, NameError):  # of C, or with annotations that cannot be read
+    except (TypeError, ValueError, NameError):  # C code, or unresolvable annotations
         return fields
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     required = [name for name, p in parameters.items() if p.kind not in variadic and p.default is p.empty]
     for name, value in fields.items():
         if name not in parameters and not takes_any:
-            near, known = nearest(name, list(parameters)), ", ".join(parameters) or "none"
-            fix = f"did you mean {near}?" if near else f"its fields: {known}"
+            near = nearest(name, list(parameters))
+            fix = f"did you mean {near}?" if near else f"its fields: {', '.join(parameters) or 'none'}"
             raise OwnCodeError(
                 f"{KEY}={path}: {name}={format_value(value)} is no field of it", keys=(KEY,), fix=fix
             )
@@ -85,7 +85,7 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
         bound = metadata(annotation, Bound)
         try:
             adapter = TypeAdapter(kind)
-        except PydanticSchemaGenerationError:  # of a class that is no type of YAML's values
+        except PydanticSchemaGenerationError:  # not a type of YAML values
             continue
         leaf = Leaf(key=name, type=kind, default=None, doc="", bound=bound)
         problem = problem_of_value(leaf, value) or (bound and bound.problem(name, value))

@@ -1,8 +1,8 @@
-"""Observers: what watches a run without being part of its step.
+"""Observers watch a run without being part of its step.
 
-Logging, saving, incidents, profiles and sample prompts are observers, and so is what
-`train.observers=[my_module:MyObserver]` names (named_observers.py). A run calls its list
-(`Loop.observers`) in order, on every rank, at these points of a step:
+Logging, saving, incidents, profiles and sample prompts are observers, as are the classes of
+`train.observers=[my_module:MyObserver]` (named_observers.py). A run calls its list (`Loop.observers`) in
+order, on every rank, at these points of a step:
 
     phase("data")             the micro-batches are read
     on_step_start
@@ -48,13 +48,13 @@ class StepOutcome:
 class DeferredCheck:
     """A decision on an update whose numbers travel to the host while the device applies the update.
 
-    For optimizers that change nothing where `hold` is 1.0 (`mlm.optim.adamw.can_defer`).
+    For optimizers that change nothing if `hold` is 1.0 (`mlm.optim.adamw.can_defer`).
     """
 
     hold: Tensor
-    """0-d on the device: 1.0 leaves the update out until `decide` is called, 0.0 applies it."""
+    """0-d on the device: 1.0 delays the update until `decide` is called, 0.0 applies it."""
     decide: Callable[[], bool | None]
-    """Return None where `hold` is 0.0; else True to apply the update now, False to skip it. Waits."""
+    """Return None if `hold` is 0.0; else True to apply the update now, False to skip it. Waits."""
 
 
 class RewindRequested(Exception):  # noqa: N818, as it is no error
@@ -70,7 +70,7 @@ class Observer(PlanObserver):
     """Watches a run. All methods do nothing by default."""
 
     def on_run_start(self, trainer: Any, reporter: Reporter) -> None:
-        """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
+        """Training continues from step `trainer.step`: the run starts, or has returned to a checkpoint.
 
         `trainer` is the `mlm.training.trainer.Trainer`. `reporter.measured(step, values)` reports numbers to
         metrics.jsonl, TensorBoard and W&B alike; `reporter.note(text)` shows a line,
@@ -78,30 +78,30 @@ class Observer(PlanObserver):
         """
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
-        """A step begins, on these micro-batches of this rank."""
+        """A step starts with these micro-batches of this rank."""
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool | None:
         """Gradients are summed over ranks: `shard.parameter.grad` times the loss scale, not yet clipped.
 
         Args:
             parts: [k], this rank's share of each part of the objective.
-            grad_norm: 0-d, before clipping. Both may be overwritten, with gradients that are computed again.
+            grad_norm: 0-d, before clipping. Both may be overwritten if gradients are computed again.
 
         Returns:
             True to skip the update, on all ranks; or a check that decides later.
         """
 
     def before_weights_change(self) -> None:
-        """Weights and moments change next: whoever still copies them waits here."""
+        """Weights and moments change next: wait for copies of them."""
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """The step is done, and counted in `trainer.step`. May raise UserError, which ends the run."""
+        """The step is done and counted in `trainer.step`. May raise UserError, which ends the run."""
 
     def after_validation(self) -> None:
         """A validation was reported."""
 
     def before_save(self) -> None:
-        """A checkpoint is about to be saved: `trainer.extra_state` takes what a resumed run needs."""
+        """A checkpoint is saved next: put the state of a resumed run into `trainer.extra_state`."""
 
     def on_run_end(self) -> None:
         """No step follows: all are done, or a stop was requested. Not called after an error."""
@@ -124,7 +124,7 @@ class Observers(Observer):
         return _enter_all(contexts) if contexts else NOTHING
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
-        """All observers' decisions as one check; None where nothing is skipped or held."""
+        """Combine all decisions into one check; None if nothing is skipped or held."""
         answers = [observer.before_update(parts, grad_norm) for observer in self.list]
         checks = [check for check in answers if isinstance(check, DeferredCheck)]
         if True in answers:

@@ -1,4 +1,4 @@
-"""The part of a model that this rank holds, and passes of micro-batches through all of its stages."""
+"""This rank's part of a model, and passes of micro-batches through all stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,7 +109,7 @@ class PipelinedModel:
 
     @property
     def defers_weight_grads(self) -> bool:
-        """True if weight gradients arrive after the backward pass they belong to."""
+        """True if weight gradients are computed after their backward pass."""
         return self.pipeline == "zb_h1"
 
     @property
@@ -120,11 +120,11 @@ class PipelinedModel:
         return self._plan(micro_batches, train)[0]
 
     def bubble(self, micro_batches: int) -> float:
-        """Idle over ideal time of a training step, if a backward pass takes two forward passes."""
+        """Idle over ideal time of a training step; a backward pass counts as two forward passes."""
         return self._plan(micro_batches, True)[1]
 
     def _plan(self, micro_batches: int, train: bool) -> tuple[Sequence[Instruction], float]:
-        """This rank's part of a plan, and the bubble; simulating all ranks takes seconds at p = 64."""
+        """This rank's part of a plan, and the bubble. Cached, as a simulation takes seconds at p = 64."""
         key = (train, micro_batches)
         if key not in self._plans:
             p, v = self.ctx.pp.size, self.num_chunks
@@ -162,9 +162,9 @@ class PipelinedModel:
     def evaluate(
         self, batches: Iterable[T], forward: Callable[[Transformer, T, Tensor | None], Tensor]
     ) -> Iterator[tuple[T, Tensor]]:
-        """Each micro-batch with the last stage's output for it; nothing on other ranks. No gradients.
+        """Yield each micro-batch with its output on the last stage; nothing on other ranks. No gradients.
 
-        forward(chunk, micro-batch, hidden states of the stage before or None) gives a chunk's output.
+        forward(chunk, micro-batch, hidden states of the previous stage or None) returns a chunk's output.
         """
         group_size = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(self.polled(batches)), self._stages(forward)
@@ -181,7 +181,7 @@ class PipelinedModel:
         observer: PlanObserver | None = None,
     ) -> Stages[T]:
         def run(chunk: int, batch: T, x: Tensor | None) -> Tensor:
-            if self.replays:  # what earlier micro-batches left in the graphs' memory may be overwritten
+            if self.replays:  # outputs of earlier micro-batches in the graphs' memory may be overwritten
                 torch.compiler.cudagraph_mark_step_begin()
             return forward(self.chunks[chunk], batch, x)
 
@@ -210,9 +210,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def evaluate(
     model: PipelinedModel, objective: Objective[Transformer, B], batches: Iterable[B]
 ) -> tuple[list[float], list[int]]:
-    """Return means of the objective's metrics over all replicas' batches, and the counts they are means over.
+    """Return means of the objective's metrics over all replicas' batches, and the counts of their terms.
 
-    Summed in float64, so that the score does not depend on how samples are assigned. Collective over all
+    Summed in float64, so that the score does not depend on the assignment of samples. Collective over all
     ranks, and the same on each.
     """
     ctx = model.ctx

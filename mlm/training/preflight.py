@@ -1,6 +1,6 @@
 """Checks of a run's files before its ranks start.
 
-Torch is imported only where there is a checkpoint, or a model folder, to read.
+Torch is imported only to read a checkpoint or a model folder.
 """
 
 import os
@@ -22,9 +22,9 @@ PROMPTS = "train.sample_prompts"
 
 
 def preflight(config: PretrainConfig) -> list[str]:
-    """Return the problems that reading the named files shows; called before any rank starts."""
+    """Return the problems of the files of a run; called before any rank starts."""
     problems = [*missing_extras(config.log), *corpus_problems(config)]
-    # what goes by the validation loss needs a validation part
+    # settings that use the validation loss need a validation part
     readers = {
         "train.keep_best": config.train.keep_best,
         "train.patience": config.train.patience,
@@ -40,10 +40,10 @@ def preflight(config: PretrainConfig) -> list[str]:
 
 
 def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
-    """Return the problems that keep the run from its start, or from being alone in its folder.
+    """Return the problems that keep the run from starting, or from having its folder alone.
 
     Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
-    lock is tried only without a launcher, whose ranks would block each other.
+    lock is tested only without a launcher, whose ranks would block each other.
     """
     problems = claim_problems(config.out, "run", inputs=protected_from(config))
     names = "config.yaml metrics.jsonl tokenizer.json checkpoints/latest best/checkpoints/latest"
@@ -61,7 +61,7 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     except FileNotFoundError:
         holds_saves = False
     except OSError:
-        holds_saves = True  # whoever reads it says why it cannot
+        holds_saves = True  # reading the saves reports the error
     try:
         if config.lora.rank:
             names = resolve("mlm.convert.huggingface.families:layer_names")(config.model)
@@ -81,7 +81,7 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
 
 
 def prompt_problems(config: PretrainConfig) -> list[str]:
-    """Problems of the prompts that the run's tokenizer shows. Raises UserError."""
+    """Return the problems of prompts under the run's tokenizer. Raises UserError."""
     prompts, length = config.train.sample_prompts, config.data.seq_length
     if not prompts:
         return []

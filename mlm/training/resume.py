@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,24 +52,24 @@ def checkpoints_folder(config: PretrainConfig) -> Path:
 def resume_candidates(config: PretrainConfig) -> list[Path]:
     """Return the checkpoints to continue from, the best first; empty for a new run.
 
-    The run's own come before checkpoint.from_run's. Raises UserError when resuming is off, and where
-    from_run holds none; CorruptFileError when there are checkpoints and none is whole.
+    Checkpoints of `out` come before those of checkpoint.from_run. Raises UserError if resuming is off, or
+    from_run holds none; CorruptFileError if there are checkpoints and all are incomplete.
     """
-    own = latest_checkpoint(checkpoints_folder(config))
-    if own is not None and not config.checkpoint.resume:
+    latest = latest_checkpoint(checkpoints_folder(config))
+    if latest is not None and not config.checkpoint.resume:
         raise UserError(
-            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to resume from it, "
+            f"out={config.out} already holds {latest.name}: set checkpoint.resume=true to resume from it, "
             "or another out=…"
         )
-    if own is not None:
-        return _with_ancestors(own)
+    if latest is not None:
+        return _with_ancestors(latest)
     return [] if config.checkpoint.from_run is None else continued_candidates(config.checkpoint.from_run)
 
 
 def continued_candidates(name: str) -> list[Path]:
-    """Return the checkpoints of another run to continue from, the best first: a step-… that is named alone.
+    """Return the checkpoints of another run to continue from, the best first; only `name` if it is a step-….
 
-    Raises UserError where there is no training state.
+    Raises UserError without training state.
     """
     folder, is_step = locate(name, "resume")
     latest = folder if is_step else latest_checkpoint(folder)
@@ -88,12 +88,12 @@ def _with_ancestors(best: Path) -> list[Path]:
 
 
 def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
-    """Return the problems of what the run would continue or take its weights from. Raises UserError.
+    """Return the problems of the checkpoint or weights that the run starts from. Raises UserError.
 
     Without `compares` the caller compares the run with its checkpoint.
     """
     ckpt, problems = config.ckpt, list[str]()
-    # what a mirror holds comes before what the run has begun with, and is compared once it is downloaded
+    # a mirror's checkpoint takes precedence over `ckpt`, and is compared after its download
     is_mirrored = config.checkpoint.from_mirror and latest_checkpoint(checkpoints_folder(config)) is None
     path = None if is_mirrored else next(iter(resume_candidates(config)), None)
     is_new = path is None and not is_mirrored
@@ -108,7 +108,7 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
         attempt(problems, lambda: check_base(config, path, manifest))
         then, fix = TokenizerDigest.of(manifest.state), "use corpora of that tokenizer, or begin another run"
         problems += tokenizer_errors(config.data, then, f"the run in {path.parent.parent}", fix)
-        # of several processes rank 0 compares the data, when all are there
+        # under a launcher rank 0 compares the data later
         if config.data.kind == "indexed" and read_rank_position(os.environ) is None and not problems:
             history, consumed = read_history(manifest.state), int(manifest.state["consumed_samples"])
             attempt(problems, lambda: continued_history(config, history, consumed))
@@ -118,11 +118,11 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
 def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list[str]:
     """Return the problems of the weights in `ckpt`: of another model, or trained on other tokens.
 
-    The tokens count for a new run, `is_new`; one that continues compares its own. Raises UserError.
+    Tokens are compared for a new run, `is_new`; a resumed run compares its checkpoint's. Raises UserError.
     """
     source = open_source(ckpt)
     if isinstance(source, ModelFolder):
-        assert source.tensors, "checks their names and shapes"
+        assert source.tensors, "reading them checks names and shapes"
     saved = to_dict(source.config)
     dense = None if config.lora.rank else dense_config(config, saved)
     problems = function_errors(dense or config, saved, str(source.path))
@@ -133,32 +133,32 @@ def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list
 
 
 def origin_errors(config: PretrainConfig, saved: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the problem of a run that is told to begin with something else than it has begun with."""
+    """Return the problems of a run whose ckpt or resume differs from its saved origin."""
     run, then, problems = path.parent.parent, flat_settings(saved), list[str]()
-    ckpt = None if config.lora.rank else config.ckpt  # a base may be moved: it is known by its digest
-    origin = config.checkpoint.from_run if run == Path(config.out) else None
-    for key, name, begun in (
+    ckpt = None if config.lora.rank else config.ckpt  # a base may be moved: its digest identifies it
+    from_run = config.checkpoint.from_run if run == Path(config.out) else None
+    for key, name, origin in (
         ("ckpt", ckpt, then.get("ckpt")),
-        ("resume", origin, then.get("checkpoint.from_run")),
+        ("resume", from_run, then.get("checkpoint.from_run")),
     ):
-        if name is not None and (begun is None or os.path.realpath(name) != os.path.realpath(str(begun))):
-            how = f"without {key}=" if begun is None else f"with {key}={begun}"
+        if name is not None and (origin is None or os.path.realpath(name) != os.path.realpath(str(origin))):
+            how = f"without {key}=" if origin is None else f"with {key}={origin}"
             problem = f"{key}={name}: the run in {run} has begun {how}, and is at step {step_of(path)}"
             problems.append(f"{problem}; continue it by resume={run}, or set another out=…")
     return problems
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
-    """Take the folder of checkpoints for this run, until `stack` ends. Collective; raises UserError."""
+    """Lock the folder of checkpoints for this run until `stack` ends. Collective; raises UserError."""
     wait_s = min(WAIT_S, config.dist.timeout_s / 2)  # the other ranks wait for this one
 
-    def take() -> None:
+    def lock() -> None:
         if not ctx.is_main:
             return
         with writing_to(config.out):
             claim_folder(config.out, "run", inputs=protected_from(config))
         stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
-        marker = Path(config.out, MARKER)  # of the one who began
+        marker = Path(config.out, MARKER)  # owned by the first user
         if marker.stat().st_uid != os.geteuid():
             owner, writer = owner_of(marker), user_name(os.geteuid())
             log.warning(
@@ -168,31 +168,25 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
                 *(Path(config.out), owner, writer, owner),
             )
 
-    Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+    Ranks.of(ctx).together(lock, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
 
 
 def resume(trainer: Trainer) -> Path | None:
-    """Load the newest whole checkpoint and return its path, None for a new run; warn of damaged ones.
+    """Load the newest complete checkpoint and return its path, None for a new run; warn of damaged ones.
 
-    Collective. Raises CorruptFileError when none is whole, UserError when the checkpoint is of another model.
+    Collective. Raises CorruptFileError if all are damaged, UserError if the checkpoint is of another model.
     """
-    config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
-
-    def look() -> list[str]:
-        return list(map(str, resume_candidates(config))) if ctx.is_main else []
-
-    # one rank looks: two might see different things on a shared disk
-    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
-    path = load_first_whole(trainer, ranks.broadcast(paths))
-    if path is not None and ctx.is_main and (doubt := checkpoint_doubt(path)):
+    paths = _list_on_main_rank(trainer, lambda: resume_candidates(trainer.config))
+    path = load_first_whole(trainer, paths)
+    if path is not None and trainer.ctx.is_main and (doubt := checkpoint_doubt(path)):
         log.warning("%s is doubtful: %s; mlm ckpt rollback goes back to the newest good one", path, doubt)
     return path
 
 
 def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
-    """Load the run's newest good checkpoint into a trainer that has taken steps since, and return its path.
+    """Load the run's newest good checkpoint of a step below `before`, if any, and return its path.
 
-    None without one of a step below `before`. Collective. Raises as `resume`.
+    Collective. Raises as `resume`.
     """
     return load_first_whole(trainer, rewind_candidates(trainer, before))
 
@@ -200,27 +194,33 @@ def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
 def rewind_candidates(trainer: Trainer, before: int | None) -> list[str]:
     """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any.
 
-    Collective: one rank looks. Raises CheckpointError on all ranks where it cannot.
+    Collective. Raises CheckpointError on all ranks if rank 0 cannot read the folder.
     """
-    config, ranks = trainer.config, Ranks.of(trainer.ctx)
 
-    def look() -> list[str]:
-        if not ranks.is_main:
-            return []
+    def find() -> list[Path]:
         paths = [
             path
-            for path in candidates(checkpoints_folder(config))
+            for path in candidates(checkpoints_folder(trainer.config))
             if before is None or int(step_directory_name(path).removeprefix("step-")) < before
         ]
         good = [path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None]
-        return list(map(str, good or paths))
+        return good or paths
 
-    paths = ranks.together(look, lambda error: CheckpointError(f"out={config.out}: {error}"))
+    return _list_on_main_rank(trainer, find)
+
+
+def _list_on_main_rank(trainer: Trainer, find: Callable[[], list[Path]]) -> list[str]:
+    """Return the paths that rank 0 finds, as views of a shared disk may differ. Collective."""
+    ranks = Ranks.of(trainer.ctx)
+    paths = ranks.together(
+        lambda: list(map(str, find())) if ranks.is_main else [],
+        lambda error: CheckpointError(f"out={trainer.config.out}: {error}"),
+    )
     return ranks.broadcast(paths)
 
 
 def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
-    """Load the first checkpoint that is whole; see `resume`."""
+    """Load the first complete checkpoint; see `resume`."""
     problems: list[str] = []
     for path in paths:
         try:
@@ -240,28 +240,28 @@ def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
 
 
 def continue_data(trainer: Trainer) -> str | None:
-    """Continue reading each corpus of the spec where the run stopped; return a line on changed data.
+    """Continue each corpus of the spec where the run stopped; return a line on changed data.
 
-    Collective over all ranks. Raises UserError when a corpus is no longer the one that was trained on.
+    Collective over all ranks. Raises UserError if a corpus differs from the one that was trained on.
     """
     config, consumed, ranks = trainer.config, trainer.consumed_samples, Ranks.of(trainer.ctx)
     if config.data.kind != "indexed":
         return None
 
-    def look() -> list[dict[str, object]] | None:
+    def compare() -> list[dict[str, object]] | None:
         if not trainer.ctx.is_main:  # one rank reads the indices
             return None
         return encode(continued_history(config, trainer.history, consumed))
 
-    history = ranks.together(look, lambda error: UserError(f"data: {error}"))
+    history = ranks.together(compare, lambda error: UserError(f"data: {error}"))
     trainer.history = decode(ranks.broadcast(history), consumed)
     return describe_change(trainer.history, consumed)
 
 
 def continued_history(config: PretrainConfig, history: BlendSegments, consumed: int) -> BlendSegments:
-    """Return the history of a run that continues with the corpora of its spec, whose indices are read whole.
+    """Return the history of a run that continues with the corpora of its spec; reads their indices in full.
 
-    Raises UserError for another corpus than was trained on, and for a change without data.change.
+    Raises UserError for a corpus that differs from its earlier content, or a change without data.change.
     """
     now = sources(config.data)
     if problem := changed_corpus_problem(history, now):

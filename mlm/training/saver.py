@@ -3,9 +3,9 @@
 A save copies the state into host memory; then a thread of the lowest priority writes it, agrees with the
 other ranks over a separate group, and publishes.
 
-On a CPU the copy is made at once, by all cores: a thread during the next step would cost more. On a
-GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy overlaps the
-forward and backward pass of the next step, and `before_weights_change` waits for the rest of it.
+On a CPU all cores copy at once: a thread during the next step would cost more. On a GPU the thread copies:
+weights and moments change only in the optimizer's step, so the copy overlaps the forward and backward pass of
+the next step, and `before_weights_change` waits for its end.
 """
 
 import os
@@ -43,7 +43,7 @@ from mlm.util.files import digest_bytes
 
 
 class SaveFailedError(CheckpointError):
-    """The last save of a run failed: start the run again."""
+    """The last save of a run failed."""
 
     exit_code = 1
 
@@ -55,33 +55,33 @@ class PendingSave:
     step: int
     save_id: str
     shards: dict[str, TensorShard]
-    """What this rank writes: views of the live tensors."""
+    """Shards that this rank writes: views of the live tensors."""
     state: dict[str, Any]
     ready: "torch.cuda.Event | None"
     """On the device's queue after every update of the weights so far."""
     staged: threading.Event = field(default_factory=threading.Event)
     """Set when the state has been copied, or the save has ended."""
     thread: threading.Thread | None = None
-    """None where training waits for the disk."""
-    begun: float = field(default_factory=time.perf_counter)
+    """None if training waits for the disk."""
+    started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
-    """Seconds that training has waited for it."""
+    """Seconds that training has waited for the save."""
     judged: threading.Event = field(default_factory=threading.Event)
-    """Set when a later step, or the end of training, has shown what its weights are worth."""
+    """Set when a later step, or the end of training, has judged its weights."""
     wrong_since: int | None = None
-    """The trainer's, after that step; set before `judged`."""
+    """`Trainer.wrong_since` after that step; set before `judged`."""
     seconds: float = 0.0
     """Seconds until it was written; 0 before."""
     path: Path | None = None
     digest: str | None = None
-    """Of the tensors, in a run with exact=N."""
+    """Digest of the tensors, in a run with exact=N."""
     error: BaseException | None = None
 
 
 class Saver(Observer):
     """Saves a trainer's state, in the background if checkpoint.asynchronous. Every rank has one.
 
-    As an observer of the trainer it lets weights change only when they are copied.
+    As an observer of the trainer it delays changes of weights until they are copied.
 
         with Saver(trainer, out, reporter) as saver:
             while …:
@@ -90,12 +90,12 @@ class Saver(Observer):
             saver.begin()
             saver.finish()  # the last one is awaited, and its failure raised
 
-    At most one save is in flight: `begin` waits for the one before. A failed one is reported and leaves the
-    training and the previous checkpoint as they are. Leaving the context waits for a save in flight, unless
-    ranks are lost or the user interrupts. Complete checkpoints are passed to `mirror`, which returns at once.
+    At most one save is in flight: `begin` waits for the previous one. A failed save is reported; training and
+    the previous checkpoint continue. Leaving the context waits for a save in flight, unless ranks are lost or
+    the user interrupts. Complete checkpoints are passed to `mirror`, which returns at once.
 
-    A save deletes the last good checkpoint only when the step after it is sound too, as its own weights may
-    be what ruins the next (`Trainer.wrong_since`).
+    A save deletes the last good checkpoint only when the step after it is sound too, as bad weights may show
+    only in that step (`Trainer.wrong_since`).
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Saver(Observer):
         self.trainer, self.out, self.reporter, self.mirror = trainer, out, reporter, mirror
         self._pending: PendingSave | None = None
         self._failed: BaseException | None = None
-        """Error of a save that training waited for."""
+        """Error of a synchronous save."""
         self._unjudged: PendingSave | None = None
-        """That save, until a step has shown what its weights are worth."""
+        """The synchronous save, until a later step has judged its weights."""
         ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
         self._run_id, self._count = str(Ranks.of(ctx).broadcast(os.urandom(16).hex())), 0
         self._asynchronous = trainer.config.checkpoint.asynchronous
@@ -127,7 +127,7 @@ class Saver(Observer):
         if error is None:
             self._collect()
         elif not isinstance(error, (LostPeer, KeyboardInterrupt)):
-            with suppress(Exception):  # what ended the training comes first
+            with suppress(Exception):  # the error that ended training takes precedence
                 self._collect()
 
     def begin(self) -> None:
@@ -152,7 +152,7 @@ class Saver(Observer):
                 daemon=True,
             )
             pending.thread.start()
-            pending.waited = time.perf_counter() - pending.begun
+            pending.waited = time.perf_counter() - pending.started
         else:
             pending.judged.set()
             self._write(pending, trainer.ctx.host_group, trainer.ctx.watch, None)
@@ -166,24 +166,21 @@ class Saver(Observer):
         return ancestry.after(Save(pending.step, pending.save_id)) if pending else ancestry
 
     def before_weights_change(self) -> None:
-        """Wait until the state of the save in flight has been copied: it may change then."""
+        """Wait until the state of the save in flight has been copied."""
         if self._pending is not None and not self._pending.staged.is_set():
             begin = time.perf_counter()
             self._pending.staged.wait()
             self._pending.waited += time.perf_counter() - begin
 
     def after_step(self, outcome: object) -> None:
-        """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
+        """Judge the save in flight by the finished step; report it if written. Raises LostPeer."""
         self._judge(self._pending or self._unjudged)
         thread = None if self._pending is None else self._pending.thread
         if thread is not None and not thread.is_alive():
             self._collect()
 
     def finish(self, *, is_judged: bool = False) -> None:
-        """Wait for the save in flight, which is judged if training has ended.
-
-        Raises SaveFailedError on every rank if it failed.
-        """
+        """Wait for the save in flight; it is judged if training has ended. Raises SaveFailedError."""
         self._judge(self._pending or self._unjudged, is_judged=is_judged)
         error, self._failed = self._collect() or self._failed, None
         if isinstance(error, CheckpointError):
@@ -216,7 +213,7 @@ class Saver(Observer):
             self.reporter.save_failed(pending.step, str(pending.error))
         else:
             assert pending.error is not None
-            raise pending.error  # a rank is lost, or a bug: no disk can be blamed
+            raise pending.error  # a lost rank, or a bug
         return pending.error
 
     def _judge(self, save: PendingSave | None, *, is_judged: bool = False) -> None:
@@ -238,25 +235,22 @@ class Saver(Observer):
                 )
 
     def _copy(self, pending: PendingSave) -> None:
-        """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""
+        """Copy the tensors to be written, on a GPU after `pending.ready`."""
         stream = None
         if pending.ready is not None:  # a separate stream: copies do not queue after training
-            stream = torch.cuda.Stream(self.trainer.ctx.device)  # a new thread's current device is the first
+            stream = torch.cuda.Stream(self.trainer.ctx.device)  # a new thread's current device is 0
             stream.wait_event(pending.ready)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             self._file.fill(stored_tensors(pending.shards), pending.save_id)
         pending.staged.set()
 
     def _write(self, pending: PendingSave, group: Any, watch: Watch, staged: StagedFile | None) -> None:
-        """Write the checkpoint, and keep what becomes of it in `pending`.
-
-        With `staged` it runs in a thread, and writes what that holds.
-        """
+        """Write the checkpoint and set its result in `pending`; in a thread if `staged` holds the copy."""
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
 
         def await_judgement() -> int | None:
-            """Return the first step that may be wrong, once a later step has shown it."""
-            pending.seconds = time.perf_counter() - pending.begun
+            """Return the first suspect step, after a later step has judged the save."""
+            pending.seconds = time.perf_counter() - pending.started
             pending.judged.wait()
             return pending.wrong_since
 
@@ -283,5 +277,5 @@ class Saver(Observer):
         except BaseException as error:
             pending.error = error
         finally:
-            pending.seconds = pending.seconds or time.perf_counter() - pending.begun
+            pending.seconds = pending.seconds or time.perf_counter() - pending.started
             pending.staged.set()

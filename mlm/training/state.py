@@ -57,7 +57,7 @@ from mlm.util.files import whole_number
 def training_shards(
     trainer: Trainer, shards: Sequence[ParameterShard], *, averages: bool = True
 ) -> dict[str, TensorShard]:
-    """These parameters, their moments and averages by their checkpoint names: views of the live tensors."""
+    """Parameters, moments and averages by their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
     shards = stored_shards(trainer, shards)
     out = model_shards(shards, multiple)
@@ -70,12 +70,12 @@ def training_shards(
 
 
 def stored_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> list[ParameterShard]:
-    """Return the shards that checkpoints of the run hold: with adapters, the trained ones alone."""
+    """Return the shards that checkpoints of the run hold: with adapters, only the trained ones."""
     return [s for s in shards if s.is_trained or not trainer.config.lora.rank]
 
 
 def owned_shards(trainer: Trainer) -> dict[str, TensorShard]:
-    """Return the parameters and moments that this rank writes, the first of equal replicas: live views."""
+    """Return the parameters and moments that this rank writes, as the first of equal replicas: live views."""
     replicas = trainer.ctx.replicas
     return training_shards(trainer, [shard for shard in trainer.shards if shard.is_stored(replicas)])
 
@@ -101,14 +101,14 @@ def save_best(trainer: Trainer, out: Path) -> None:
 
     Collective over all ranks; raises CheckpointError on all of them.
     """
-    # descent and averages are the other folder's
-    facts = {key: value for key, value in counters(trainer).items() if key not in (EMA, LINEAGE)}
+    # the main checkpoints hold lineage and averages
+    state = {key: value for key, value in counters(trainer).items() if key not in (EMA, LINEAGE)}
     owned = [s for s in stored_shards(trainer, trainer.shards) if s.is_stored(trainer.ctx.replicas)]
     save_checkpoint(
         out / BEST / CHECKPOINTS,
         trainer.step,
         model_shards(owned, trainer.config.model.vocab_multiple),
-        state={**facts, "weights_only": True},
+        state={**state, "weights_only": True},
         ranks=Ranks.of(trainer.ctx),
         keep_last=1,
         keep_every=0,
@@ -119,8 +119,8 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
     A checkpoint of weights alone starts the run at step 0. Collective. Raises ConfigError with a line for
-    each setting of the run's identity that differs, or of the model's function for weights alone; UserError
-    when the tensors do not fit; CorruptFileError when it is damaged.
+    each setting of the run's identity that differs (of the model's function for weights alone), UserError if
+    the tensors do not fit, CorruptFileError for a damaged checkpoint.
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
@@ -151,7 +151,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
 
 
 def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[str, Any] | None) -> None:
-    """Continue from a checkpoint's state other than tensors. Raises CorruptFileError, UserError."""
+    """Restore a checkpoint's state other than tensors. Raises CorruptFileError, UserError."""
     state = manifest.state
     check_run_state(state, manifest.step, path)
     try:
@@ -162,7 +162,7 @@ def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[s
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, float(state["applied_steps"]))
         trainer.ancestry = RunAncestry()
-        if trainer.ctx.is_main:  # its saves, and the allowed changes since the checkpoint
+        if trainer.ctx.is_main:  # saves, and allowed changes since the checkpoint
             out, step = trainer.config.out, manifest.step
             since = changes_since(trainer.config, state["config"], step)
             if later := descendants_set_aside(path.parent, path):
@@ -189,21 +189,21 @@ def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[s
 
 
 def best_validation(config: PretrainConfig, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the lowest validation loss that a checkpoint records: its loss, step, and validations since.
+    """Return the lowest validation loss in a checkpoint: its loss, step, and validations since.
 
-    None where train.keep_best finds other weights in out/best: of another folder, or of a future that the run
-    went back from.
+    None if train.keep_best finds other weights in out/best: of another run, or of steps that were rolled
+    back.
     """
     best = state.get(BEST_VALIDATION)
     names = {"loss": float, "step": int, "without_gain": int}
     if not isinstance(best, dict) or any(type(best.get(name)) is not kind for name, kind in names.items()):
         return None
-    kept = Path(config.out, BEST, CHECKPOINTS, step_name(best["step"]))
-    return None if config.train.keep_best and not kept.exists() else best
+    path = Path(config.out, BEST, CHECKPOINTS, step_name(best["step"]))
+    return None if config.train.keep_best and not path.exists() else best
 
 
 def read_history(state: Mapping[str, Any]) -> BlendSegments:
-    """Return the corpora that a run has read, and how far; empty for synthetic data.
+    """Return the corpora that a run has read, and the samples of each; empty for synthetic data.
 
     Raises ValueError, KeyError or TypeError for a state that is not of a training run.
     """
@@ -230,7 +230,7 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
 def check_base(
     config: PretrainConfig, path: Path, manifest: Manifest, base: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise UserError if a run's adapters would continue on another base; None is `ckpt`'s, if ours."""
+    """Raise UserError if a run's adapters would continue on another base; None means `ckpt`, if native."""
     saved = manifest.state.get(LORA)
     if base is None and config.ckpt is not None and is_native(config.ckpt):
         base = {"base": config.ckpt, "digest": read_manifest(resolve(config.ckpt)).digest}

@@ -98,9 +98,9 @@ def build_model(
 def fused_grad_embeddings(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
-    FSDP2 keeps gradients of the tables that it shards elsewhere, and losses of user families may be scaled or
-    recomputed. On a CPU the sum of one micro-batch is autograd's bit for bit; over several, a table that the
-    same chunk embeds tokens with gets its terms in another order.
+    Excluded: tables sharded by FSDP2, which keeps their gradients elsewhere, and user families, whose losses
+    may be scaled or recomputed. On a CPU one micro-batch sums as autograd does, bit for bit; over several, a
+    table that also embeds tokens in this chunk adds its terms in another order.
     """
     return [
         module
@@ -119,7 +119,7 @@ class Trainer(Generic[B]):
         ctx: this rank among all; the model is built on its device.
         objective: training objective; None for pretraining of the family.
         stages: this rank's pipeline stages, one for each chunk; None splits the layers evenly.
-        device: device to choose kernels for; None for the device of `ctx`. A plan builds on meta for others.
+        device: device to choose kernels for; None for the device of `ctx`. A plan builds on meta.
 
     Attributes:
         settled: `config` with what it leaves to the device decided (`settle_kernels`).
@@ -128,14 +128,13 @@ class Trainer(Generic[B]):
         newest_samples: samples of the newest step.
         history: corpora that the samples were read from; empty for synthetic data.
         excluded_samples: sample numbers that incidents exclude from the run.
-        is_finite: False if the newest step was not: its state is not worth a checkpoint.
-        wrong_since: first of the newest steps that may have gone wrong; None if the newest is sound. No good
-            checkpoint from before it is deleted.
+        is_finite: False if the newest step was not finite: its state is not saved.
+        wrong_since: first suspect step of the newest ones; None if the newest is sound. Good checkpoints from
+            before it are kept.
         observers: called at each point of a step.
-        split_parts: tp ranks whose attention dropout this process draws where kernels draw it
-            (`DropoutStream`).
+        split_parts: tp ranks whose attention dropout this process draws in fused kernels (`DropoutStream`).
         balances_experts: True if loads of experts are counted and balanced: not in finetuning, where padding
-            would count, which differs by layout, and not with adapters, which freeze routers.
+            (which differs by layout) would count, and not with adapters, which freeze routers.
         average: moving average of the weights; None without ema.decay.
         ancestry: saves that the run descends from and changes of its settings; known to rank 0.
         extra_state: further state of checkpoints, as JSON values.
@@ -152,7 +151,7 @@ class Trainer(Generic[B]):
     ) -> None:
         self.config = config = replace(config, data=fill_eod_id(config.data))
         self.ctx = ctx = exact_axes(ctx, exact_parts(config), config.exact) if config.exact else ctx
-        one_shape = objective is None  # finetuning's texts differ in length
+        one_shape = objective is None  # sequences of finetuning differ in length
         kernel_device = device or ctx.device
         self.settled = settle_kernels(config, kernel_device, replicas=ctx.dp.size, one_shape=one_shape)
         self.model = build_model(self.settled, ctx, stages, kernel_device, one_shape=one_shape)
@@ -243,9 +242,9 @@ class Trainer(Generic[B]):
         self.ctx.watch.step = self.step + 1
         scale = self.scaler.scale / self.global_counts(batches)
         if self.balances_experts:
-            tokens = sum(batch.tokens.numel() for batch in batches)  # that the model reads, padding included
-            read = self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
-            self.balance.start(self.scaler.scale / read)
+            tokens = sum(batch.tokens.numel() for batch in batches)  # padding included
+            global_tokens = self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
+            self.balance.start(self.scaler.scale / global_tokens)
         leaf = 0
         if self.config.exact:
             order, leaf = leaf_order(len(batches), self.ctx.dp)
@@ -270,7 +269,7 @@ class Trainer(Generic[B]):
             for gradients in self.gradients:
                 gradients.finish()
             self.balance.reduce()
-            if not self.config.exact:  # whose sums over tp are made in each backward pass
+            if not self.config.exact:  # exact sums over tp are part of each backward pass
                 sequence_parallel = self.model.chunks[0].sequence_parallel
                 sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
             if self.ctx.tied.size > 1 and is_tied(self.config.model):
@@ -279,9 +278,9 @@ class Trainer(Generic[B]):
     def clip_and_update(self, parts: Tensor) -> StepOutcome:
         """Clip the global gradient norm and update the weights, unless it overflows or an observer skips.
 
-        `parts` is what `forward_backward` returned.
+        `parts` is the result of `forward_backward`.
         """
-        norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
+        norm = self.gradient_norm()
         check = self.observers.before_update(parts, norm)
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
@@ -297,6 +296,10 @@ class Trainer(Generic[B]):
         self.newest_samples = self.next_samples
         self.consumed_samples = self.newest_samples.stop
         return StepOutcome(parts, norm, lr)
+
+    def gradient_norm(self) -> Tensor:
+        """Global norm of the summed gradients, without the loss scale: 0-d. Collective."""
+        return gradient_norm(self.shards, self.ctx) / self.scaler.scale
 
     def apply(self, norm: Tensor, hold: Tensor | None = None) -> Tensor:
         """Step the optimizer with clipped gradients, unless they overflow or `hold` is 1.0.
@@ -315,7 +318,7 @@ class Trainer(Generic[B]):
     def compute_gradients(
         self, batches: Sequence[B], objective: Objective[Transformer, B] | None = None
     ) -> Tensor:
-        """Run `forward_backward` and `reduce_gradients` without an update, unseen by observers."""
+        """Run `forward_backward` and `reduce_gradients` without an update and without observers."""
         observers, self.observers = self.observers, Observers()
         try:
             parts = self.forward_backward(batches, objective)
@@ -341,9 +344,9 @@ class Trainer(Generic[B]):
 
     @property
     def next_samples(self) -> range:
-        whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
-        first = first_of_step(self.consumed_samples, 0, whole, self.excluded_samples, ramp)
-        return range(first, first + batch_at(first, whole, ramp)[0])
+        size, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
+        first = first_of_step(self.consumed_samples, 0, size, self.excluded_samples, ramp)
+        return range(first, first + batch_at(first, size, ramp)[0])
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""
@@ -367,7 +370,7 @@ class Trainer(Generic[B]):
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:
         """Divisors of the objective's metrics over the global batch, such as scored tokens: [k] float."""
-        # on the host: labels are not moved yet
+        # on the host, before labels move to the device
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
         return self._sum_over_dp(counts).clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
@@ -396,18 +399,18 @@ class Trainer(Generic[B]):
             reducer.drop_gathered()
 
     def validate(self, batches: Iterable[B]) -> list[float]:
-        """Means of the objective's metrics over all ranks' batches, whatever the layout and batch size."""
+        """Means of the objective's metrics over all ranks' batches, equal at every layout and batch size."""
         return evaluate(self.model, self.objective, batches)[0]
 
 
 class StopAgreed(Exception):  # noqa: N818, as it is not an error
-    """Raised on all ranks between the batches of a validation: one was asked to stop."""
+    """Raised on all ranks between batches of a validation after a stop was requested on one."""
 
 
 class StopVote(Observer):
-    """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
+    """Agreement of all ranks to stop if one received a signal; starts before the update, is read after it.
 
-    A single process obeys requests until the vote is read; several obey requests made before it began.
+    A single process obeys requests until the vote is read; several obey requests made before it started.
     `ballot` returns 0, or the number of a signal; ranks agree on the largest.
     """
 
@@ -419,7 +422,7 @@ class StopVote(Observer):
         """Step of the newest vote."""
 
     def before_update(self, parts: object = None, grad_norm: object = None) -> None:
-        """Begin the vote, whose answer travels while the device computes."""
+        """Begin the vote; its result travels while the device computes."""
         self.step = self.trainer.step + 1
         self.begin()
 

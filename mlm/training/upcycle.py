@@ -1,7 +1,7 @@
 """Upcycling: a mixture of experts that starts from a dense model (arXiv:2212.05055, arXiv:2410.07524).
 
-Each expert is a copy of the dense MLP, routers have initial weights of their own, all else is the dense
-model's. Where the weights of a token's experts add up to 1, the first logits equal the dense model's.
+Each expert is a copy of the dense MLP, routers have fresh initial weights, all other weights are the dense
+model's. If the weights of a token's experts add up to 1, the first logits equal the dense model's.
 """
 
 import math
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainConfig | None:
     """Return a run's settings with the dense model that it is upcycled from; None if it is not upcycled.
 
-    It is if its model has experts and the model of the `saved` run spec has none.
+    A run is upcycled if its model has experts and the model of the `saved` run spec has none.
     """
     model = saved.get("model")
     options = model.get("options") if isinstance(model, Mapping) else None
@@ -40,21 +40,21 @@ def start_from_dense(
 
     `fill` fills parameters of the dense model.
     """
-    dense = {shard.name: _of_mlp(shard) for shard in shards if ".mlp.router." not in shard.name}
+    dense = {shard.name: _dense_shard(shard) for shard in shards if ".mlp.router." not in shard.name}
     filled = fill(list(dense.values()))
     block = model.ffn_size // num_blocks(model)
     with torch.no_grad():
         for shard in shards:
             if shard.experts is not None:
                 weight = dense[shard.name].parameter
-                if ".experts.up" in shard.name:  # gates and the rest, which an MLP has in blocks
+                if ".experts.up" in shard.name:  # gates and ups, which an MLP interleaves in blocks
                     weight = weight.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
                 shard.parameter.copy_(weight.expand_as(shard.parameter))
     return filled
 
 
-def _of_mlp(shard: ParameterShard) -> ParameterShard:
-    """Return this rank's part of the MLP's parameter, for one of experts; others as they are."""
+def _dense_shard(shard: ParameterShard) -> ParameterShard:
+    """Return this rank's part of the dense MLP's parameter for one of experts; other shards unchanged."""
     if shard.experts is None:
         return shard
     name, (*parts, last) = shard.name.replace(".experts.", "."), shard.parameter.shape[1:]

@@ -35,10 +35,10 @@ def digest(x: Tensor) -> Tensor:
 
 
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
-    """Return parameters and moments by name, in the same order on all ranks of each axis they are equal over.
+    """Return each axis with parameters and moments, by name, that must be equal over it; in one order.
 
-    Compared are over dp and cp what is replicated, over tp what is not split, over the first and last stage
-    the tied token table.
+    Replicated tensors are compared over dp and cp, unsplit ones over tp, tied token tables over the first and
+    last stage.
     """
     ctx, shards = trainer.ctx, trainer.shards
     by_axis: dict[Axis, list[ParameterShard]] = {ctx.replicas: []}
@@ -60,7 +60,7 @@ def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]
 
 
 def replica_differences(trainer: Trainer) -> list[str]:
-    """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
+    """Return a line for each tensor or counter that differs between ranks. Collective."""
     ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
     if ctx.world_size == 1:
         return []
@@ -85,9 +85,9 @@ def replica_differences(trainer: Trainer) -> list[str]:
         return []
     answers = ranks.all_gather([socket.gethostname(), differing[:LISTED]])
     lines = dict[str, None]()  # without repetitions, in order
-    for what, odd in (entry for _, entries in answers for entry in entries):
-        hosts = sorted({answers[rank][0] for rank in odd})
-        lines[f"{what} on {name_ranks(odd)} (host {', '.join(hosts)})"] = None
+    for difference, minority in (entry for _, entries in answers for entry in entries):
+        hosts = sorted({answers[rank][0] for rank in minority})
+        lines[f"{difference} on {name_ranks(minority)} (host {', '.join(hosts)})"] = None
     return list(lines)[:LISTED]
 
 

@@ -1,4 +1,4 @@
-"""The end of a run that has gone wrong: where numbers are not finite, since when, and the way back."""
+"""End of a diverged run: first bad tensor and step, and the checkpoint to continue from."""
 
 import shlex
 from contextlib import suppress
@@ -90,10 +90,7 @@ def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
 
 
 def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
-    """Return the newest good checkpoint and what continues from it, in words.
-
-    `is_latest` is True if `latest` names it.
-    """
+    """Describe the newest good checkpoint and how to continue from it; `is_latest` if `latest` names it."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"
     if good.parent.parent.name == BEST:

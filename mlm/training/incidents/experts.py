@@ -1,4 +1,4 @@
-"""The loads of experts, followed on the device and read where a step is logged.
+"""Loads of experts, counted on the device and read in logged steps.
 
 Shapes: n layers of this rank that have experts, E experts.
 """
@@ -23,8 +23,8 @@ LISTED = 8
 class ExpertWatch(Observer):
     """Reads the loads of a trainer's experts in logged steps; validated steps record them.
 
-    `report(kind, line)` reports an incident: experts that no token chooses, or nearly every one, for
-    check.expert_steps steps. `is_due()` is true after a step that is logged.
+    `report(kind, line)` reports an incident: experts that no token, or nearly every token, chose for
+    check.expert_steps steps. `is_due()` is true after a logged step.
     """
 
     loads: ExpertLoads

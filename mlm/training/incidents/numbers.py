@@ -1,11 +1,11 @@
-"""A step's numbers, the limits that clean steps do not reach, and what a run remembers of its incidents.
+"""Loss and gradient norm of a step, limits that clean steps do not reach, and the state of incidents.
 
 A number is judged by its excess over the level, the median of the last LEVEL steps: for losses the
 difference, for gradient norms the difference of logarithms. Excesses have heavy tails where batches are small
-or the learning rate is high, so that no multiple of their deviation holds for all runs. The tail itself is
-estimated from the largest of `size` steps, peaks over a threshold with exponential excesses: for norms the
-Hill estimator (Hill 1975). The limit is the excess that is reached once in a number of steps by the
-predictive distribution, which allows for an estimate from few peaks.
+or the learning rate is high, so no multiple of their deviation holds for all runs. The tail is estimated from
+the largest of `size` steps, peaks over a threshold with exponential excesses: for norms the Hill estimator
+(Hill 1975). The limit is the excess that the predictive distribution reaches once in a number of steps, which
+accounts for the uncertainty of few peaks.
 """
 
 import math
@@ -37,12 +37,12 @@ FEWEST = 16
 FEWEST_PEAKS, SHARE = 4, 16
 """The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
 RARE, UNUSUAL, LEAST_RISE = 1e6, 1e4, 0.25
-"""Weights are doubtful from a loss that is above the best level by what clean steps reach once in RARE, or
-from two by what they reach once in UNUSUAL, and by LEAST_RISE nats: losses of a model that knows its data by
-heart rise a hundredfold by chance. After one above all of the last losses by LEAST_RISE no good checkpoint is
-deleted."""
+"""Weights are doubtful after one loss above the best level by the rise that clean steps reach once in RARE
+steps, or two by the rise of once in UNUSUAL, and by LEAST_RISE nats: losses of a memorised data set rise a
+hundredfold by chance. After a loss above all recent ones by LEAST_RISE no good checkpoint is deleted."""
 DOUBTFUL, LONGEST = 3, 8
-"""`IncidentState.count` from which weights are doubtful, and the highest: three usual losses end it."""
+"""`IncidentState.count` from which weights are doubtful, and its maximum: three usual losses end the
+doubt."""
 SUSPICION = "suspicion"
 """Key of the state of `judge_loss` in a checkpoint."""
 TINY = 1e-30
@@ -99,7 +99,7 @@ def exceeds_limits(numbers: Tensor, limits: Sequence[float]) -> Tensor:
 
 
 def return_level(excesses: Sequence[float], steps: float, least: float) -> float:
-    """Return the excess that is reached once in so many steps; `least` bounds the tail's mean from below.
+    """Return the excess that is reached once in `steps` steps; `least` bounds the tail's mean from below.
 
     Excesses are in ascending order.
     """
@@ -128,7 +128,7 @@ class PeaksOverThreshold:
         self.level = math.nan
         self.levels = deque[float](maxlen=size)
         self.ceilings = deque([(math.inf,) * 3], maxlen=8)
-        """Of the last steps, in which losses that grow do not make the next one usual."""
+        """Ceilings after each of the last steps: growing losses do not raise the older ones."""
 
     def add(self, value: float) -> None:
         if len(self.values) >= self.fewest:
@@ -142,14 +142,14 @@ class PeaksOverThreshold:
         self.ceilings.append((self.ceiling(RARE), self.ceiling(UNUSUAL), max(self.values) + LEAST_RISE))
 
     def limit(self, steps: float, least: float) -> float:
-        """Return the number that clean steps reach once in so many; infinite before it is known."""
+        """Return the number that clean steps reach once in `steps`; infinite until there are enough steps."""
         if len(self.excesses) < self.fewest:
             return math.inf
-        least *= self.size / len(self.excesses)  # few steps have not shown all that a young run does
+        least *= self.size / len(self.excesses)  # few steps underestimate the tail of a young run
         return self.level + return_level(self.ordered, steps, least)
 
     def ceiling(self, steps: float) -> float:
-        """Return the loss that clean steps reach once in RARE or UNUSUAL `steps`, by all so far.
+        """Return the loss that clean steps reach once in RARE or UNUSUAL `steps`, by all steps so far.
 
         Until the window is full, RARE is twice the highest level and a nat, UNUSUAL is `least_update_rise`
         above the level.
@@ -166,9 +166,9 @@ class PeaksOverThreshold:
 
 
 class RecentSteps:
-    """The finite losses and gradient norms of the last `size` steps, and those that their levels need.
+    """Finite losses and gradient norms of the last `size` steps, and of the steps before for their levels.
 
-    Outliers are included: where training settles on another level, they soon are usual.
+    Outliers are included: if training settles on another level, they soon are usual.
     """
 
     def __init__(self, size: int, pairs: Sequence[Sequence[float]] = ()) -> None:
@@ -184,43 +184,43 @@ class RecentSteps:
             self.norms.add(math.log(max(norm, TINY)))
 
     def limits(self, steps: float) -> tuple[float, float]:
-        """Return the loss and the norm that clean steps reach once in so many; infinite for 0 steps."""
+        """Return the loss and the norm that clean steps reach once in `steps`; infinite for 0."""
         if not steps:
             return math.inf, math.inf
         loss = self.losses.limit(steps, max(LEAST_SPREAD * abs(self.losses.level), TINY))
         norm = self.norms.limit(steps, 0.05)  # a change by a twentieth means little
         if norm < math.inf:
-            # A thousand times the level is an outlier whatever the tail; clean runs had 400 times.
+            # A thousand times the level is always an outlier; clean runs reached 400 times.
             norm = math.exp(min(norm, self.norms.level + math.log(1000)))
         return loss, norm
 
 
 @dataclass
 class IncidentState:
-    """Recent numbers, and what incidents have changed; a checkpoint keeps both."""
+    """Recent numbers, and effects of incidents; a checkpoint keeps both."""
 
     recent: RecentSteps
     ranges: Ranges = ()
-    """Samples left out: (first, count)."""
+    """Excluded samples: (first, count)."""
     steps: list[int] = field(default_factory=list)
-    """Steps whose update an incident left out."""
+    """Steps whose update an incident skipped."""
     rewinds: int = 0
     nonfinite_steps: int = 0
     """Newest steps in a row without finite gradients; overflows that halve the loss scale do not count."""
     last_rewind: tuple[int, int] = (0, 0)
-    """Step of the last incident that was returned from, and step of the checkpoint that was loaded."""
+    """Step of the last incident with a rewind, and step of the loaded checkpoint."""
     first_nonfinite_step: int = 0
     """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
     suspect: int = 0
     """First of the newest steps whose loss is too high; 0 if the newest are usual."""
     count: int = 0
-    """1 for such a loss, 1 more for each above UNUSUAL, 3 for one above RARE, 3 less for a usual one."""
+    """1 for a suspect loss, 1 more for each above UNUSUAL, 3 for one above RARE, 3 less for a usual one."""
     expires: int = 0
-    """Last step that is compared with `ceilings`: they are kept as they were before the doubt."""
+    """Last step that is compared with `ceilings`, which stay as they were before the doubt."""
     differ: int = 0
-    """First step whose weights were not equal on all replicas; 0 if none is known."""
+    """First step whose weights differed between replicas; 0 for none."""
     ceilings: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Losses that clean steps reach once in RARE, and in UNUSUAL, and LEAST_RISE above the last ones."""
+    """Losses that clean steps reach once in RARE and in UNUSUAL, and LEAST_RISE above the last losses."""
 
     @property
     def doubt(self) -> int:
@@ -229,22 +229,22 @@ class IncidentState:
 
     @property
     def high(self) -> int:
-        """First of the newest steps whose loss is far above the best; 0 while it may be chance."""
+        """First of the newest steps whose loss is far above the best; 0 if chance may explain it."""
         return self.suspect if self.count >= DOUBTFUL else 0
 
     def judge_loss(self, loss: float, step: int, *, is_repeated: bool = False) -> None:
         """Compare the loss of a step with the run's best, before it is added to `recent`.
 
-        A repeated loss is on the samples of the last step, which its update has fitted: rises that are usual
+        A repeated loss is of the samples of the last step, which its update has fitted: rises that are usual
         between samples do not excuse it, and a low one ends no doubt.
         """
-        is_kept, losses = step <= self.expires, self.recent.losses
-        rare, unusual, usual = self.ceilings if is_kept else map(min, zip(*losses.ceilings, strict=True))
+        is_frozen, losses = step <= self.expires, self.recent.losses
+        rare, unusual, usual = self.ceilings if is_frozen else map(min, zip(*losses.ceilings, strict=True))
         if is_repeated and self.recent.pairs:
             before = self.recent.pairs[-1][0]
             rare = min(rare, before + least_update_rise(before))
         if loss > (rare if is_repeated else min(unusual, usual)):
-            if not is_kept:
+            if not is_frozen:
                 self.ceilings, self.expires = (rare, unusual, usual), step + LEVEL
             self.suspect = self.suspect or step
             more = DOUBTFUL if loss > rare else int(loss > unusual)
@@ -256,9 +256,9 @@ class IncidentState:
             self.suspect = self.suspect if self.count else 0
 
     def rewind_below(self, step: int) -> int | None:
-        """Return the step below which an incident at `step` finds its checkpoint; None for any.
+        """Return the step below which an incident at `step` takes its checkpoint; None for any.
 
-        Training that gets no further than the last time goes further back.
+        Training that fails again by the same step goes further back.
         """
         failed, target = self.last_rewind
         return target if step <= failed else None
@@ -315,7 +315,7 @@ def decode(saved: Any, window: int) -> IncidentState:
 
 
 def spare_samples(trainer: Trainer) -> int:
-    """Return how many more samples a run may need than its steps read, for those that incidents leave out."""
+    """Return the samples that a run may need beyond its steps, for exclusions by incidents."""
     settings, size = trainer.config.incident, trainer.config.train.global_batch_size
     state = decode(trainer.extra_state.get(INCIDENTS), settings.window)
     further = 2 * size * settings.rewinds if settings.action == "rewind" else 0

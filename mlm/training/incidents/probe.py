@@ -35,7 +35,7 @@ position, ranks), and first_outlier, the first activation or gradient with one s
 class TensorRow:
     """One tensor in all micro-batches of the step, on this rank."""
 
-    what: str
+    kind: str
     """weight, input or output of a module, gradient of the output, weight gradient."""
     name: str
     """Module, or parameter."""
@@ -44,17 +44,17 @@ class TensorRow:
     bad: int = 0
     """Elements that are not finite."""
     sample: int | None = None
-    """Sample of the first element that is not finite; `position` and `expert` are of it too."""
+    """Sample of the first element that is not finite, like `position` and `expert`."""
     position: int | None = None
     expert: int | None = None
     norms: dict[int, float] = field(default_factory=dict)
     """Norm of each sample's part."""
 
     def place(self) -> dict[str, Any]:
-        """Its tensor with the first sample and position that are not finite, as JSON values."""
+        """The first sample and position that are not finite, as JSON values."""
         expert = {} if self.expert is None else {"expert": self.expert}
         return {
-            "tensor": self.what,
+            "tensor": self.kind,
             "name": self.name,
             "order": list(self.order),
             **expert,
@@ -64,12 +64,12 @@ class TensorRow:
         }
 
 
-def deviations(value: float, others: Sequence[float]) -> float:
-    """Return how far a number is above the median of others, in robust standard deviations."""
-    middle = median(others)
+def deviations(value: float, sample: Sequence[float]) -> float:
+    """Return the distance of a value from the median of a sample, in robust standard deviations."""
+    middle = median(sample)
     # The median absolute deviation of normally distributed numbers times 1.4826 is their standard deviation;
     # at least a hundredth of the median, so that equal numbers make no outlier of a small change.
-    spread = 1.4826 * median([abs(other - middle) for other in others])
+    spread = 1.4826 * median([abs(x - middle) for x in sample])
     return (value - middle) / max(spread, 0.01 * abs(middle), 1e-30)
 
 
@@ -81,7 +81,7 @@ def sample_number(batch: Any, row: int, position: int | None = None) -> int:
 
 
 class StepProbe:
-    """Repeats a step's forward and backward passes and looks at every tensor between its modules.
+    """Repeats a step's forward and backward passes and inspects every tensor between its modules.
 
     Gradients hold the same numbers afterwards. Collective over all ranks.
     """
@@ -101,13 +101,13 @@ class StepProbe:
         """Repeat the step; return this rank's share of the metrics, and places, the same on every rank."""
         trainer, last = self.trainer, len(self.parameters)
         for shard in trainer.shards:
-            self.look_at_shard(WEIGHT, shard, (0, self.parameters.get(shard.name, last), 0), shard.parameter)
+            self.inspect_shard(WEIGHT, shard, (0, self.parameters.get(shard.name, last), 0), shard.parameter)
         with self._hooks():
-            parts = trainer.compute_gradients(batches, _NotingObjective(trainer.objective, self))
+            parts = trainer.compute_gradients(batches, _ObservedObjective(trainer.objective, self))
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
                 order = (3, -self.parameters.get(shard.name, last), 0)
-                self.look_at_shard(WEIGHT_GRADIENT, shard, order, shard.parameter.grad)
+                self.inspect_shard(WEIGHT_GRADIENT, shard, order, shard.parameter.grad)
         rows = sorted(self.rows.values(), key=lambda row: row.order)
         first_bad = next((row.place() for row in rows if row.bad), None)
         answers = Ranks.of(trainer.ctx).all_gather([first_bad, first_outlier(rows)])
@@ -116,22 +116,24 @@ class StepProbe:
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Look at inputs, outputs and gradients of all modules without children."""
+        """Inspect inputs, outputs and gradients of all modules without children."""
         trainer = self.trainer
 
-        def look(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
+        def inspect(name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
             batch, number = self.batch, self.modules[name]
             if batch is None:
                 return
             if inputs and isinstance(inputs[0], Tensor):
-                self.look(INPUT, name, (1, number, 0), inputs[0], batch)
+                self.inspect(INPUT, name, (1, number, 0), inputs[0], batch)
             if isinstance(output, Tensor):
-                self.look(OUTPUT, name, (1, number, 1), output, batch)
+                self.inspect(OUTPUT, name, (1, number, 1), output, batch)
                 if output.requires_grad:
-                    output.register_hook(lambda grad: self.look(GRADIENT, name, (2, -number, 0), grad, batch))
+                    output.register_hook(
+                        lambda grad: self.inspect(GRADIENT, name, (2, -number, 0), grad, batch)
+                    )
 
         handles = [
-            module.register_forward_hook(partial(look, name))
+            module.register_forward_hook(partial(inspect, name))
             for chunk in trainer.model.chunks
             for name, module in chunk.named_modules()
             if name in self.modules
@@ -145,19 +147,19 @@ class StepProbe:
             for handle in handles:
                 handle.remove()
 
-    def look_at_shard(self, what: str, shard: ParameterShard, order: ComputeOrder, x: Tensor) -> None:
-        """Look at a weight or its gradient, and note the first expert that is not finite."""
-        self.look(what, shard.name, order, x)
-        row = self.rows.get((what, shard.name))
+    def inspect_shard(self, kind: str, shard: ParameterShard, order: ComputeOrder, x: Tensor) -> None:
+        """Inspect a weight or its gradient, and record the first expert that is not finite."""
+        self.inspect(kind, shard.name, order, x)
+        row = self.rows.get((kind, shard.name))
         if shard.experts is not None and row is not None and row.bad:
             row.expert = shard.offset[0] + int((~x.isfinite()).flatten(1).any(1).nonzero()[0])
 
     @torch.no_grad()
-    def look(self, what: str, name: str, order: ComputeOrder, x: Tensor, batch: Any = None) -> None:
-        """Count the elements of a tensor that are not finite, and take the norm of each sample's part."""
+    def inspect(self, kind: str, name: str, order: ComputeOrder, x: Tensor, batch: Any = None) -> None:
+        """Count the elements of a tensor that are not finite, and compute the norm of each sample."""
         if not x.is_floating_point() or not x.numel():
             return
-        row = self.rows.setdefault((what, name), TensorRow(what, name, order))
+        row = self.rows.setdefault((kind, name), TensorRow(kind, name, order))
         finite = x.isfinite()
         bad = int((~finite).sum())
         row.elements += x.numel()
@@ -175,8 +177,8 @@ class StepProbe:
         row.bad += bad
 
 
-class _NotingObjective:
-    """An objective that tells a probe which micro-batch is in its forward pass."""
+class _ObservedObjective:
+    """An objective that reports the micro-batch of the forward pass to a probe."""
 
     def __init__(self, objective: Any, probe: StepProbe) -> None:
         self.objective, self.probe = objective, probe
@@ -184,53 +186,49 @@ class _NotingObjective:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.objective, name)
 
-    def output(self, chunk: Any, batch: Any, *rest: Any) -> Tensor:
+    def output(self, chunk: Any, batch: Any, *arguments: Any) -> Tensor:
         self.probe.batch = batch
-        y: Tensor = self.objective.output(chunk, batch, *rest)
+        y: Tensor = self.objective.output(chunk, batch, *arguments)
         if chunk.stage.is_last:
-            self.probe.look(OUTPUT, "loss", (1, len(self.probe.modules), 0), y, batch)
-        self.probe.batch = None  # backward may run layers again: those are not looked at
+            self.probe.inspect(OUTPUT, "loss", (1, len(self.probe.modules), 0), y, batch)
+        self.probe.batch = None  # layers that backward recomputes are not inspected
         return y
 
 
 def first_outlier(rows: Sequence[TensorRow]) -> dict[str, Any] | None:
-    """Return the first activation or gradient in which one sample of four or more is far from the others.
-
-    Far are ten robust standard deviations.
-    """
+    """Return the first activation or gradient in which one of four samples or more is an outlier."""
     for row in rows:
         if len(row.norms) < 4:
             continue
         sample, norm = max(row.norms.items(), key=lambda item: item[1])
-        others = [other for number, other in row.norms.items() if number != sample]
-        if (far := deviations(norm, others)) >= 10:
-            return {**row.place(), "sample": sample, "deviations": round(far, 1)}
+        distance = deviations(norm, [x for number, x in row.norms.items() if number != sample])
+        if distance >= 10:
+            return {**row.place(), "sample": sample, "deviations": round(distance, 1)}
     return None
 
 
 def describe_places(places: Places) -> list[str]:
-    """Sentences for a reader, the most telling first."""
     lines, outlier = [], places["first_outlier"]
     if (place := places["first_not_finite"]) is not None:
         lines.append(f"the first number that is not finite is in {describe_place(place)}")
     if outlier is not None:
-        far = f"{outlier['deviations']:g} deviations from other samples"
-        lines.append(f"the first outlier is {describe_place(outlier)}, {far}")
+        distance = f"{outlier['deviations']:g} deviations from other samples"
+        lines.append(f"the first outlier is {describe_place(outlier)}, {distance}")
     return lines
 
 
 def earliest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the place that is computed first, with the ranks on which it is; `places` are in rank order."""
-    known = {rank: place for rank, place in enumerate(places) if place is not None}
-    if not known:
+    """Return the place that is computed first, with its ranks; `places` are in rank order."""
+    by_rank = {rank: place for rank, place in enumerate(places) if place is not None}
+    if not by_rank:
         return None
-    first = min(place["order"] for place in known.values())
-    ranks = [rank for rank, place in known.items() if place["order"] == first]
-    return {**{key: value for key, value in known[ranks[0]].items() if key != "order"}, "ranks": ranks}
+    first = min(place["order"] for place in by_rank.values())
+    ranks = [rank for rank, place in by_rank.items() if place["order"] == first]
+    return {**{key: value for key, value in by_rank[ranks[0]].items() if key != "order"}, "ranks": ranks}
 
 
 def describe_place(place: dict[str, Any]) -> str:
-    """Return a place as words: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
+    """Describe a place: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
     link = "at the output of" if place["tensor"] == GRADIENT else "of"
     text = f"the {place['tensor']} {link} {place['name']}"
     for key in ("expert", "sample", "position"):

@@ -15,7 +15,6 @@ from mlm.data.sampler import MicroBatch, first_of_step
 from mlm.launch.process import run_rank
 from mlm.launch.rules.checks import problems_of
 from mlm.launch.rules.layout import TRAIN_RULES, Launch
-from mlm.optim.clip import gradient_norm
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.checks import USER_CODE_RULES, saved_problems
@@ -54,7 +53,7 @@ def run(config: ReplayConfig) -> None:
         saved = from_dict(PretrainConfig, dict(record["config"]))
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
-        # what `replay` reads later
+        # fields that `replay` reads later
         int(record["step"]), recorded_numbers(record), find_starts(record)
         decode(record["memory"], saved.incident.window)
     except CorruptFileError as error:
@@ -97,7 +96,7 @@ def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
 
 
 class SkipSteps(Observer):
-    """Skips the updates that the run left out."""
+    """Skips the updates that the run skipped."""
 
     def __init__(self, steps: Sequence[int], trainer: Trainer) -> None:
         self.steps, self.trainer = steps, trainer
@@ -107,7 +106,7 @@ class SkipSteps(Observer):
 
 
 def replay(config: ReplayRun, ctx: ParallelContext) -> None:
-    """Compute the step and print what is found. Raises UserError."""
+    """Compute the step and print its numbers and places. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     _, record = read_incident(config.folder)
@@ -125,7 +124,7 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
         )
     print(f"step {step} of {config.out}, replayed from {start or 'initial weights'}")
 
-    # Train up to the step, without the samples and updates that the run left out.
+    # Train up to the step, without excluded samples and skipped updates.
     trainer.excluded_samples, train = state.ranges, config.train
     needed = first_of_step(
         trainer.consumed_samples,
@@ -155,10 +154,10 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
 
 
 def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
-    """Return the saves that a replay may start from, the newest first, and if it may from initial weights.
+    """Return the saves that a replay may start from, newest first; and True if initial weights serve too.
 
-    They are the incident's ancestors since a resumed run last changed a setting: steps before had others.
-    Raises KeyError, TypeError, ValueError.
+    These are the incident's ancestors since a resumed run last changed a setting. Raises KeyError, TypeError,
+    ValueError.
     """
     ancestors = Lineage.of(record).ancestors
     if len(ancestors) != len(record[LINEAGE]["ancestors"]):
@@ -170,14 +169,13 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Places]:
     """Compute loss, gradient norm and places of a step."""
     parts, places = StepProbe(trainer).run(batches)
-    norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
-    return shared_numbers(trainer, parts, norm), places
+    return shared_numbers(trainer, parts, trainer.gradient_norm()), places
 
 
 def compare_with_record(record: dict[str, Any], now: StepNumbers, places: Places) -> list[str]:
     """Return recorded and replayed numbers, with the places if the replay reproduces the incident.
 
-    It does where numbers are equal to rounding, or not finite in both.
+    That is if numbers are equal up to rounding, or not finite in both.
     """
     then = recorded_numbers(record)
     pairs = [(then.loss, now.loss), (then.norm, now.norm)]

@@ -1,6 +1,6 @@
 """Times of steps: slow ranks and profiles. Both are observers.
 
-Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for.
+`Watch` measures waiting: on a CPU (gloo) all of it, on a GPU the waits of the host.
 """
 
 import socket
@@ -55,14 +55,14 @@ class SlowRanks(Observer):
         return self.timed(PHASES[name]) if name in PHASES else NOTHING
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Measure a part that is not computing, less what it waits for."""
+    def timed(self, activity: str) -> Iterator[None]:
+        """Measure an activity other than computing, without its waits."""
         begin, waited = time.monotonic(), sum(self.ctx.watch.spent.values())
         try:
             yield
         finally:
             waits = sum(self.ctx.watch.spent.values()) - waited
-            self.spent[what] += time.monotonic() - begin - waits
+            self.spent[activity] += time.monotonic() - begin - waits
 
     def after_step(self, outcome: StepOutcome) -> None:
         step = self.trainer.step
@@ -70,8 +70,8 @@ class SlowRanks(Observer):
             self.compare(self.gather(step))
 
     def gather(self, step: int) -> "RankTimes":
-        """Return every rank's shares and begin anew. Collective."""
-        shares = {what: round(seconds, 6) for what, seconds in self.shares(step).items()}
+        """Return the shares of all ranks and restart the measurement. Collective."""
+        shares = {activity: round(seconds, 6) for activity, seconds in self.shares(step).items()}
         ranks = Ranks.of(self.ctx).all_gather([socket.gethostname(), shares])
         self.start(step)
         return RankTimes([host for host, _ in ranks], [times for _, times in ranks])
@@ -84,7 +84,7 @@ class SlowRanks(Observer):
             name = "waiting for all" if axis == "world" else f"waiting over {axis}"
             parts[name] = seconds - self.waited.get(axis, 0.0)
         parts["computing"] = max(0.0, total - sum(parts.values()))
-        return {what: seconds / steps for what, seconds in parts.items()}
+        return {activity: seconds / steps for activity, seconds in parts.items()}
 
     def compare(self, times: "RankTimes") -> None:
         """Name the slowest rank; one that was not slow before is an incident. Collective."""
@@ -97,7 +97,7 @@ class SlowRanks(Observer):
 
 
 class RankTimes:
-    """Seconds a step of every rank, by what they were spent on.
+    """Seconds a step of every rank, by activity.
 
     Attributes:
         slowest: the rank that is busy longest.
@@ -107,23 +107,23 @@ class RankTimes:
 
     def __init__(self, hosts: Sequence[str], shares: Sequence[Mapping[str, float]]) -> None:
         self.hosts, self.shares = hosts, shares
-        self.busy = [sum(times.get(what, 0.0) for what in BUSY) for times in shares]
+        self.busy = [sum(times.get(activity, 0.0) for activity in BUSY) for times in shares]
         self.slowest = slowest = max(range(len(shares)), key=lambda rank: self.busy[rank])
-        others = [rank for rank in range(len(shares)) if rank != slowest]
-        self.median = statistics.median(self.busy[rank] for rank in others)
+        other_ranks = [rank for rank in range(len(shares)) if rank != slowest]
+        self.median = statistics.median(self.busy[rank] for rank in other_ranks)
         self.factor = self.busy[slowest] / max(self.median, 1e-9)
 
-        def excess(what: str) -> float:
-            usual = statistics.median(shares[rank].get(what, 0.0) for rank in others)
-            return shares[slowest].get(what, 0.0) - usual
+        def excess(activity: str) -> float:
+            usual = statistics.median(shares[rank].get(activity, 0.0) for rank in other_ranks)
+            return shares[slowest].get(activity, 0.0) - usual
 
         self.cause = max(BUSY, key=excess)
 
     def line(self) -> str:
-        """Return the slowest rank, what it does, and how the others compare."""
+        """Describe the slowest rank, its activity, and the median of the others."""
         rank = self.slowest
-        waits = {what: s for what, s in self.shares[rank].items() if what.startswith("waiting")}
-        longest = max(waits, key=lambda what: waits[what], default=None)
+        waits = {name: s for name, s in self.shares[rank].items() if name.startswith("waiting")}
+        longest = max(waits, key=lambda name: waits[name], default=None)
         waiting = f", {waits[longest]:.3g} s {longest}" if longest else ""
         return (
             f"slowest rank {rank} (host {self.hosts[rank]}): busy {self.busy[rank]:.3g} s a step, the "
@@ -160,7 +160,7 @@ class Profiler(Observer):
         self.tracer.step()
 
     def on_run_end(self) -> None:
-        """Write the trace of a run that ends before. One that is left open ends the process with SIGSEGV."""
+        """Write the trace if the run ends early. An open tracer would end the process with SIGSEGV."""
         self.tracer.stop()
 
     def write(self, tracer: profile) -> None:
@@ -176,7 +176,7 @@ class Profiler(Observer):
         self.reporter.note(f"profile of {count}: {self.path} (open it at https://ui.perfetto.dev)")
         # milliseconds a step on the host
         averages = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
-        # a GPU's annotations have rows of their own
+        # annotations of the GPU are separate rows
         events = [event for event in averages if event.device_type == DeviceType.CPU]
         for event in sorted(events, key=lambda event: -event.cpu_time_total):
             milliseconds = event.cpu_time_total / 1000 / steps

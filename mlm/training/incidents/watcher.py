@@ -2,7 +2,7 @@
 
 The folder of an incident is out/incidents/step-00001234:
 
-    incident.json      settings, versions, numbers, samples, the first place, the last checkpoint
+    incident.json      settings, versions, numbers, samples, first bad tensor, last checkpoint
     README.md          the same in a few lines
 """
 
@@ -24,7 +24,6 @@ from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
-from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import ToHost
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.reporter import Reporter
@@ -110,7 +109,7 @@ class Incidents(Observer):
         )
 
     def load_state(self) -> None:
-        """Take the state of incidents from the trainer, which a checkpoint may have filled."""
+        """Read the state of incidents from the trainer; a checkpoint may have set it."""
         self.state = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
         self.trainer.excluded_samples = self.state.ranges
         self.note_doubt()
@@ -141,30 +140,30 @@ class Incidents(Observer):
         return DeferredCheck(hold, decide)
 
     def judge(self, parts: Tensor, norm: Tensor) -> bool:
-        """Decide on a step before its update; True leaves the update out. Collective.
+        """Decide on a step before its update; True skips the update. Collective.
 
         The first step of an incident is computed again, to see if its error came from hardware. Gradients,
-        `parts` and `norm` are the second pass's then, and the update too if that is normal.
+        `parts` and `norm` are then of the second pass, and so is the update if that pass is normal.
         """
         trainer, again = self.trainer, None
         numbers = shared_numbers(trainer, parts, norm)
         reasons = self.judge_numbers(numbers)
         if reasons.kinds and not self.state.nonfinite_steps:
             parts.copy_(trainer.compute_gradients(self.batches))
-            norm.copy_(gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale)
+            norm.copy_(trainer.gradient_norm())
             again = shared_numbers(trainer, parts, norm)
             if not again.are_finite or self.judge_numbers(again).kinds:
                 again = None
                 self.compare_replicas()
         if reasons.kinds and again is None and self.differences:
             reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
-        kept = numbers if again is None else again
-        self.count_nonfinite(kept, reasons)
-        self.state.recent.add(kept.loss, kept.norm)
+        accepted = numbers if again is None else again
+        self.count_nonfinite(accepted, reasons)
+        self.state.recent.add(accepted.loss, accepted.norm)
         return bool(reasons.kinds) and self.act(reasons, numbers, again)
 
     def judge_numbers(self, numbers: StepNumbers) -> IncidentReasons:
-        """Return what is not finite or far from recent numbers."""
+        """Return reasons for numbers that are not finite or far from recent ones."""
         scaler, settings, reasons = self.trainer.scaler, self.settings, IncidentReasons()
         floor = self.trainer.config.precision.min_loss_scale
         if not math.isfinite(numbers.norm) and scaler.dynamic and numbers.scale > floor:
@@ -179,10 +178,10 @@ class Incidents(Observer):
         elif settings.threshold:
             limits = self.state.recent.limits(settings.threshold)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
-            for (what, value), limit in zip(values.items(), limits, strict=True):
+            for (name, value), limit in zip(values.items(), limits, strict=True):
                 if value >= limit:
-                    line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
-                    reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.9g} steps")
+                    line = f"{name} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
+                    reasons.add(f"{name.split()[0]}_outlier", f"{line} {settings.threshold:,.9g} steps")
         return reasons
 
     def count_nonfinite(self, numbers: StepNumbers, reasons: IncidentReasons) -> None:
@@ -204,7 +203,7 @@ class Incidents(Observer):
         self.note_doubt()
 
     def note_doubt(self) -> None:
-        """Tell the trainer what its weights are worth."""
+        """Report to the trainer if its weights are finite, and since when they are suspect."""
         state = self.state
         self.trainer.is_finite = not state.first_nonfinite_step
         self.trainer.wrong_since = min(filter(None, (state.doubt, state.suspect)), default=None)
@@ -213,17 +212,16 @@ class Incidents(Observer):
         """Judge the weights after the last update, by the batches of the last step. Collective."""
         trainer = self.trainer
         parts = trainer.compute_gradients(self.batches)
-        norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
-        self.end = numbers = shared_numbers(trainer, parts, norm)
+        self.end = numbers = shared_numbers(trainer, parts, trainer.gradient_norm())
         # Gradients that overflow once at a dynamic loss scale are usual.
         if trainer.scaler.dynamic and not self.state.nonfinite_steps:
             numbers = replace(numbers, norm=0.0)
         self.count_nonfinite(numbers, IncidentReasons())
 
     def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: StepNumbers | None) -> bool:
-        """Record an incident and follow incident.action; return True to leave the update out.
+        """Record an incident and follow incident.action; return True to skip the update.
 
-        `again` is a normal second pass: then no sample is to blame, and none is left out.
+        `again` is a normal second pass: then no sample is to blame, and none is excluded.
         """
         step, details = self.trainer.step + 1, dict[str, Any]()
         action = "computed again" if again else self.action()
@@ -261,14 +259,13 @@ class Incidents(Observer):
         return action not in ("log", "computed again")
 
     def action(self) -> str:
-        """Return what is done: as asked, or as far as it can be. Collective."""
-        asked = self.settings.action
-        if asked != "rewind":
-            return asked
-        trainer, before = self.trainer, self.state.rewind_below(self.trainer.step + 1)
+        """Return incident.action, or the nearest possible one. Collective."""
+        if self.settings.action != "rewind":
+            return self.settings.action
         if self.differences:
             return "stop"
-        if not rewind_candidates(trainer, before):
+        before = self.state.rewind_below(self.trainer.step + 1)
+        if not rewind_candidates(self.trainer, before):
             return "skip" if before is None else "stop"
         return "rewind" if self.state.rewinds < self.settings.rewinds else "stop"
 
@@ -308,7 +305,7 @@ class Incidents(Observer):
                 break
             except FileExistsError:
                 name = f"{first}-{number}"
-            except OSError:  # the disk does not take it
+            except OSError:  # full or read-only disk
                 name = ""
                 break
         name = str(ranks.broadcast(name))
@@ -318,7 +315,7 @@ class Incidents(Observer):
         record = {"format": FORMAT, "step": step, "kinds": reasons.kinds, "action": self.settings.action}
         record |= self.facts(numbers)
         if numbers is not None:
-            # rows of the training split that the step reads, on all ranks, where a batch knows them
+            # rows of the training split in this step on all ranks, if batches hold their numbers
             local_rows = [row for batch in self.batches for row in getattr(batch, "examples", ())]
             if rows := sorted({row for local in ranks.all_gather(local_rows) for row in local}):
                 record["rows"] = rows
@@ -334,7 +331,7 @@ class Incidents(Observer):
         return folder
 
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
-        """Return what a replay needs, and what a reader asks first."""
+        """Return the fields for replays and readers."""
         trainer, ctx = self.trainer, self.trainer.ctx
         ancestry, samples = self.saver.ancestry, trainer.next_samples
         is_finetuning = FINETUNING in trainer.extra_state
@@ -353,14 +350,14 @@ class Incidents(Observer):
         }
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Rewind if the step asked for it; compare replicas where due. Collective."""
+        """Rewind if the step requested it; compare replicas when due. Collective."""
         if self.rewinds:
             raise RewindRequested(self.rewind)
         if self.checks.every and self.trainer.step % self.checks.every == 0:
             self.check_replicas()
 
     def compare_replicas(self) -> None:
-        """Look for weights and moments that are not equal on all replicas. Collective."""
+        """Find weights and moments that differ between replicas. Collective."""
         self.differences = replica_differences(self.trainer)
         if self.differences:
             self.state.differ = self.state.differ or self.trainer.step + 1
@@ -377,16 +374,16 @@ class Incidents(Observer):
                 raise IncidentError(text + OTHER_HOST)
 
     def rewind(self) -> None:
-        """Return to the last good checkpoint and leave out the samples of the incident. Collective.
+        """Return to the last good checkpoint and exclude the samples of the incident. Collective.
 
-        From the same incident it goes one checkpoint further back.
+        A second rewind from the same incident goes one checkpoint further back.
         """
         trainer, before, samples = self.trainer, self.state, self.trainer.newest_samples
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()
         path = rewind(trainer, before.rewind_below(failed))
-        assert path is not None, "action() has looked"
+        assert path is not None, "checked by action()"
         self.load_state()
         # The checkpoint knows nothing of incidents after it.
         ranges = {*self.state.ranges, *before.ranges, (samples.start, len(samples))}
