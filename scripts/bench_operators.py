@@ -46,7 +46,7 @@ def attention_paths() -> Iterator[tuple[str, str, Paths]]:
             def fused(x: Tensor, d: int = d) -> Tensor:
                 return attention.fused_attention(x, d, 0.0)
 
-            chosen = "blocks" if blocked_attention.pays_in_blocks(x) else "kernel"
+            chosen = "blocks" if blocked_attention.uses_blocks(x) else "kernel"
             title = f"attention {name_of(dtype)}, S {s}, B {b}, {n} heads of {d}"
             yield title, chosen, {"kernel": both_passes(fused, x, dy), "blocks": both_passes(blocks, x, dy)}
 

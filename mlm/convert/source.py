@@ -50,7 +50,7 @@ from mlm.models.lora import adapted_on_meta, adapter_shards, merged_changes, qua
 from mlm.optim.precision import DTYPES
 from mlm.parallel.low_rank import WeightChange
 from mlm.parallel.mesh import Axis
-from mlm.parallel.nf4 import rounded
+from mlm.parallel.nf4 import round_to_nf4
 from mlm.runs.config import PretrainConfig
 from mlm.runs.folder import run_config
 from mlm.runs.saved import check_stored_parameters, trained_config
@@ -379,7 +379,7 @@ class Checkpoint(Source):
         change = self._change_of(name)
         if name in self.quantized:
             slices = tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))
-            value = rounded(self.base.read_full(name), DTYPES[self.config.precision.dtype])[slices]
+            value = round_to_nf4(self.base.read_full(name), DTYPES[self.config.precision.dtype])[slices]
         else:
             value = self.base.read(name, region)
         if change is None:

@@ -19,7 +19,7 @@ from mlm.convert.source import Checkpoint, ModelFolder, Source, digest_of_files
 from mlm.models.lora import adapter_shards, merged_changes
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.nf4 import NF4Weight, rounded
+from mlm.parallel.nf4 import NF4Weight, round_to_nf4
 from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import ParameterShard
 from mlm.runs.folder import imported_state
@@ -55,7 +55,7 @@ def fill_parameters(
     manifest = _fill([plain.get(shard.name, shard) for shard in shards], source, ctx, initialize=initialize)
     for shard in shards:
         if isinstance(weight := shard.parameter, NF4Weight):
-            weight.fill(plain.pop(shard.name).parameter)
+            weight.quantize(plain.pop(shard.name).parameter)
     return manifest
 
 
@@ -93,7 +93,7 @@ def _fill(
     for name in source.quantized:
         if (shard := by_name.get(name)) is not None:
             dtype = DTYPES[source.config.precision.dtype]
-            shard.parameter.copy_(rounded(shard.parameter, dtype))
+            shard.parameter.copy_(round_to_nf4(shard.parameter, dtype))
     for name, change_of in merged_changes(model, lora, names, adapters).items():
         if (shard := by_name.get(name)) is not None:
             change = change_of()

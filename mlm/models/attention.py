@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays_in_blocks
+from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, uses_blocks
 from mlm.models.cache import Reading, merge_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans, packed_attention
@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
     def attend(
         self, qkv: Tensor, stream: DropoutStream | None, spans: Spans | None, first_head: int
     ) -> Tensor:
-        """Attention of heads `first_head` and on: `project`, or a part of it -> the input of `values`."""
+        """Attention of heads from `first_head` on: `project`, or a part of it -> the input of `values`."""
         if self.cp.parts > 1:
             assert self.causal
             assert spans is None, "checked with the configuration"
@@ -118,11 +118,11 @@ class SelfAttention(nn.Module):
 
     @property
     def sink_logits(self) -> Tensor | None:
-        """Logit of each of this rank's heads that takes probability and has no value, [n]; None for none."""
+        """Attention-sink logits of this rank's heads, [n]: they take probability without a value."""
         return None
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """Return queries, keys and values in one tensor, of all S also with sequence parallelism."""
+        """Queries, keys and values in one tensor, for all of S also with sequence parallelism."""
         qkv: Tensor = self.qkv(x)
         return qkv
 
@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel, dropping probabilities with probability p."""
-        if causal and p == 0 and bias is None and pays_in_blocks(qkv):
+        if causal and p == 0 and bias is None and uses_blocks(qkv):
             return causal_attention_in_blocks(qkv.unflatten(-1, (-1, self.head_dim)), FUSED)
         return fused_attention(qkv, self.head_dim, p, bias, causal)
 
@@ -148,14 +148,14 @@ class SelfAttention(nn.Module):
         return unfused_attention(qkv, self.head_dim, drop, bias, causal)
 
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
-        """Attention of the tokens of a pass to those before them: [S, B, H] -> the input of `out`."""
+        """Attention of the tokens of a pass to all earlier ones: [S, B, H] -> the input of `out`."""
         return reading.attend(self.layer, *self.heads(self.project(x, rotary)), self.scores)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Return the input of `out` for the output of the kernels, [S, B, N/t D]."""
+        """Input of `out` from the kernels' output, [S, B, N/t D]."""
         return attended
 
-    @skip_compile  # communication that is waited for later is not traced
+    @skip_compile  # asynchronous communication cannot be traced
     def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None, first_head: int) -> Tensor:
         q, k, v = self.heads(qkv)
 
@@ -182,9 +182,9 @@ class SelfAttention(nn.Module):
 
         return self._attend_spans(spans, attention, qkv)
 
-    @skip_compile  # a compiler would draw from the generator in its own way
+    @skip_compile  # a compiler draws other random numbers
     def _with_drawn_masks(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
-        """Attention in a kernel that draws its own masks, for each tp rank that this process computes for."""
+        """Attention in a kernel that draws its masks, for each tp rank that this process stands for."""
         results = []
         for rank, part in zip(stream.split_parts, self.parts(qkv, len(stream.split_parts)), strict=True):
             stream.seed_kernel(self.layer, rank)
@@ -208,19 +208,16 @@ class SelfAttention(nn.Module):
             return self._attend_spans(spans, attention, qkv)
 
         if self.recompute and torch.is_grad_enabled():
-            # only here is anything of size S * S kept: fused kernels recompute it by themselves
+            # unlike fused kernels, this keeps tensors of size S * S for backward
             y: Tensor = checkpoint(core, qkv, use_reentrant=False, preserve_rng_state=False)
             return y
         return core(qkv)
 
     def _attend_spans(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
-        """`attention` within each token's span: to all tokens before it, or to all if not causal.
-
-        `attention` receives the sample and the first row of a document in it.
-        """
+        """`attention` within each document, whose sample and first row it receives."""
         if spans is None:
             return attention(qkv, causal=self.causal)
-        if spans.packing is not None:  # of kernels without dropout
+        if spans.packing is not None:  # kernels without dropout
             return packed_attention(qkv, self.head_dim, spans.packing, self.causal)
         if spans.bias is not None:
             return attention(qkv, bias=spans.bias, causal=False)
@@ -256,7 +253,7 @@ def unfused_attention(
 ) -> Tensor:
     """drop(softmax(q k^T / sqrt(D))) v: [S, B, 3H/t] -> [S, B, H/t].
 
-    `drop` gets the probabilities [B * N/t, S, S]. With dropout five bytes per score are kept for backward in
+    `drop` takes the probabilities [B * N/t, S, S]. With dropout five bytes per score are kept for backward in
     half precision: probabilities, mask, and their product (arXiv:2205.05198, section 4.1). `bias` and
     `causal` as in `fused_attention`.
     """

@@ -41,7 +41,7 @@ class Inputs:
 
 
 class LearnedTable(nn.Module):
-    """A learned table [offset + rows, H], replicated over tp: of positions, or of segment types."""
+    """Learned table of positions or segment types, [offset + rows, H], replicated over tp."""
 
     def __init__(self, rows: int, hidden_size: int, *, init_std: float, offset: int = 0) -> None:
         super().__init__()
@@ -58,15 +58,15 @@ class LearnedTable(nn.Module):
 class Transformer(nn.Module):
     """One pipeline stage of a transformer, or all of it.
 
-    `token`, `position` (if learned), `token_type` and `embedding_norm` are there in the first stage;
-    `final_norm` and the head in the last, with `token` again where the output layer is tied to it. Parameters
-    are kept in float32 (or float64); activations are of `dtype`.
+    The first stage has `token`, `position` (if learned), `token_type` and `embedding_norm`, the last stage
+    `final_norm` and the head, and `token` again if the output layer is tied to it. Parameters are float32 (or
+    float64), activations have `dtype`.
     """
 
     pools: ClassVar[bool] = False
-    """True if head=classification reads the first token by way of a pooler, else the last token."""
+    """True if head=classification reads the first token through a pooler, else the last token."""
     pooled_heads: ClassVar[tuple[str, ...]] = ("language_model", "none", "classification")
-    """Heads that have a pooler, where the family has one."""
+    """Heads with a pooler, in families that have one."""
     layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
     """Class of its layers; a custom family may derive its layers from it."""
     dropout_keys: Tensor
@@ -199,10 +199,10 @@ class Transformer(nn.Module):
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
         length = x.shape[0] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
         rotary = self.rotary(x, self.local_positions(length, positions, x.device))
-        angles = () if rotary is None else (rotary,)  # layers of a custom family may take none
+        angles = () if rotary is None else (rotary,)  # layers of a custom family may lack the argument
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
-                # masks are functions of the stream and the layer: no generator state to stash and restore
+                # masks are functions of stream and layer, so no generator state is saved
                 x = checkpoint(
                     layer, x, stream, spans, None, *angles, use_reentrant=False, preserve_rng_state=False
                 )
@@ -215,19 +215,17 @@ class Transformer(nn.Module):
     ) -> Rotary | None:
         """Return the angles of the queries and keys of hidden states `x`; None without rotary positions.
 
-        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1. `lengths` are of each
-        text as far as it is read, where the pass reads a part of it; None for S.
+        `positions` of this cp rank's tokens are [B or 1, S]; None for 0 … S - 1. `lengths` are the tokens of
+        each text so far, if the pass reads a part of it; None for S.
         """
         return None
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
         """Hidden states for the output layer: the last norm, times the factor of logits.
 
-        In muP they are divided by the width's factor.
-
-        Table 8 of arXiv:2203.03466 is the form for an output layer tied to the token table: initial values
-        and rate of an input layer at each width, and a multiplier of 1 / width before it. Here untied ones
-        have them too.
+        In muP they are divided by the width factor (arXiv:2203.03466, table 8, for an output layer tied to
+        the token table: initial values and rate of an input layer, and a multiplier of 1 / width). Untied
+        output layers follow the same rule here.
         """
         y: Tensor = self.final_norm(x)
         if self.logit_multiplier != 1 and self.config.head == "language_model":
@@ -235,7 +233,7 @@ class Transformer(nn.Module):
         return y if self.config.mup_base_width is None else y / self.config.width_factor
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
-        """Hidden states after this stage, computed from token ids in the first and from `x` in the others."""
+        """Hidden states after this stage, from token ids in the first stage and from `x` in the others."""
         if x is None:
             x = self.embed(inputs.tokens, stream, token_types=inputs.token_types)
         return self.run_layers(x, stream, inputs.spans)
@@ -258,7 +256,7 @@ class Transformer(nn.Module):
                 pooled = stream.replicated(pooled, self.config.hidden_dropout, self.dropout_keys[1])
             return self.gather_outputs(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
-        if self.sequence_parallel:  # any of the ranks has a row's last token
+        if self.sequence_parallel:  # any rank may hold a row's last token
             return self.gather_outputs(self.classifier(h))[inputs.lengths - 1, rows]
         y: Tensor = self.classifier(h[inputs.lengths - 1, rows])
         return y

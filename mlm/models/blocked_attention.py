@@ -1,17 +1,16 @@
 """Causal attention in blocks of queries, by batched products of several heads: for CPUs, and for softcaps.
 
-Windows of long sequences on a GPU are FlashAttention's, which knows them (`windowed_flash_attention`).
+Windows of long sequences on a GPU use FlashAttention (`windowed_flash_attention`).
 
 PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
 products of bfloat16 reach 220. Here one product multiplies a block of queries of several heads by all keys up
-to its end; of the masked scores only the block's triangle is computed, and with a window none of the keys
-before it. Softcaps of scores, which PyTorch's fused kernels lack, are computed here at any length and dtype;
-on a GPU by a kernel that FlexAttention generates (`generated_attention`), where nothing is to repeat bit for
-bit.
+to its end; only the block's triangle of masked scores is computed, and no keys before a window. Softcaps of
+scores, which PyTorch's fused kernels lack, are computed here at any length and dtype; on a GPU by a kernel
+that FlexAttention generates (`generated_attention`), unless runs must be deterministic.
 
-Scores are float32, also for bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
-off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
-recomputes the probabilities, as flash attention does (arXiv:2205.14135, section 3.1).
+Scores are float32, also for bfloat16 queries, as in the fused kernel: rounding them to bfloat16 would change
+them by 2^-9, and probabilities by exp(2^-9 s). No tensor of size S * S outlives a block: backward recomputes
+the probabilities, as flash attention does (arXiv:2205.14135, section 3.1).
 
 Shapes: S sequence, B micro-batch, D head_dim, K heads of keys and values, g queries to each; c = b h heads of
 keys of b samples at a time, r rows of queries in a block, e keys that some of them see.
@@ -30,13 +29,13 @@ from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 from mlm.parallel.matmul import onednn_is_faster
 
 BLOCK_ROWS = 64
-"""Queries in a block: more compute more of the masked triangle, fewer starve the products."""
+"""Queries in a block: more queries compute more of the masked triangle, fewer starve the products."""
 BUFFER_BYTES = 2 << 20
-"""Scores at a time, which the passes over them should find in the cache."""
+"""Scores at a time, so that they stay in the cache."""
 ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES = 512, 256 << 20
-"""The same of other devices, where few large launches count."""
+"""The same for other devices, where few large launches are faster."""
 LONGEST_MASK = 4096
-"""Longest sequence whose window is a mask of all pairs of tokens, which PyTorch's fused kernel takes."""
+"""Longest sequence whose window is a mask of all pairs of tokens for PyTorch's fused kernel."""
 WINDOWED_LENGTH = 512
 """Shortest sequence with a window for which blocks are faster on a CPU. The kernel's time with a mask over
 blocks', 4 heads of 64 on a Zen 4 core, in float32 and bfloat16: 1.1 and 1.5 at S = 512 with a window
@@ -53,7 +52,7 @@ LENGTHS = {
 """Sequences for which blocks are faster than the fused kernel. Its time over blocks', forward and
 backward on two Zen 4 cores: 4 x 6 heads of 64 at S = 512 1.30 in bfloat16 and 1.23 in float32; 8 x 4 of 64 at
 S = 256 1.37 and 1.0; 8 x 4 of 16 at S = 128 1.6 and 1.0; 2 x 16 of 64 at S = 1024 0.8 and 1.05. On an Intel
-Xeon the kernel's float32 products are as fast as ours, and it is ahead at all lengths: 0.90 at S = 512."""
+Xeon the kernel's float32 products are as fast as these, and it is faster at all lengths: 0.90 at S = 512."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ FUSED = HeadLayout(slice(0, None, 3), slice(1, None, 3), slice(2, None, 3))
 """Rows of a fused qkv weight: [head][q, k, v][head_dim]."""
 
 
-def pays_in_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
+def uses_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
     """True if causal attention to heads [S, B, ...] is faster in blocks, or has no fused kernel."""
     if scores.softcap:
         return True
@@ -84,7 +83,7 @@ def pays_in_blocks(x: Tensor, scores: AttentionScores = PLAIN_SCORES) -> bool:
     return x.is_cpu and lengths.start <= len(x) < lengths.stop  # a compiler's length is in no range
 
 
-def takes_windowed_flash(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
+def uses_windowed_flash(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
     """True if FlashAttention computes the windows of heads [S, B, ...] too long for a mask of all pairs."""
     if scores.softcap or not scores.hides(len(x)) or len(x) <= LONGEST_MASK:
         return False
@@ -105,15 +104,14 @@ def windowed_flash_attention(q: Tensor, k: Tensor, v: Tensor, scores: AttentionS
     begins = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
     k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, n, D]
-    # tokens before a query's own, and none after it
-    window = (scores.window - 1, 0)
+    window = (scores.window - 1, 0)  # tokens before and after a query's
     y = varlen_attn(q, k, v, begins, begins, s, s, scale=scores.scale, window_size=window)
     assert isinstance(y, Tensor)  # no auxiliary results were asked for
     merged: Tensor = y.unflatten(0, (b, s)).transpose(0, 1).flatten(2)
     return merged
 
 
-def takes_generated_kernel(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
+def uses_generated_kernel(x: Tensor, head_dim: int, scores: AttentionScores) -> bool:
     """True if a GPU's kernel that PyTorch generates computes the softcaps of heads [S, B, ...]."""
     if not scores.softcap or not x.is_cuda or x.dtype == torch.float64:
         return False
@@ -182,8 +180,8 @@ class _Blocks:
             rows, buffer_bytes = ACCELERATOR_BLOCK_ROWS, ACCELERATOR_BUFFER_BYTES
         self.rows = min(rows, self.length)
         self.factor = scores.factor(self.width)
-        seen = min(self.length, self.rows + scores.window - 1) if scores.window else self.length
-        per_head = self.queries * self.rows * seen
+        visible = min(self.length, self.rows + scores.window - 1) if scores.window else self.length
+        per_head = self.queries * self.rows * visible
         most = max(1, buffer_bytes // (4 * per_head))
         heads, samples = min(most, self.heads), max(1, most // self.heads)
         # heads of a range of samples are computed side by side
@@ -201,12 +199,12 @@ class _Blocks:
         self.future = self.past.triu(1)
 
     def columns(self, rows: slice) -> slice:
-        """Keys that some query of a block sees."""
+        """Range of the keys that the queries of a block see."""
         window = self.settings.window
         return slice(max(0, rows.start - window + 1) if window else 0, rows.stop)
 
     def sinks_of(self, sinks: Tensor | None, samples: slice, heads: slice) -> Tensor | None:
-        """Sinks of some heads and samples: [K g] -> [c, g, 1]."""
+        """Sinks of a range of heads and samples: [K g] -> [c, g, 1]."""
         if sinks is None:
             return None
         count = min(samples.stop, self.batch) - samples.start
@@ -215,8 +213,7 @@ class _Blocks:
     def probabilities(self, q: Tensor, k: Tensor, rows: slice, sinks: Tensor | None = None) -> Tensor:
         """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e].
 
-        With a softcap `tanh` holds these scores' until the next block. `sinks` [c, g, 1] take a part
-        of each row.
+        With a softcap `tanh` is valid until the next block. `sinks` [c, g, 1] take a part of each row.
         """
         c, g, columns, cap = k.shape[0], q.shape[1], self.columns(rows), self.settings.softcap
         r, end = rows.stop - rows.start, columns.stop - columns.start
@@ -238,7 +235,7 @@ class _Blocks:
     def score_gradient(self, dp: Tensor, p: Tensor, d_sinks: Tensor | None = None) -> Tensor:
         """Gradient of q k^T from the gradient of the last block's probabilities, in place: [c, g r, e].
 
-        Those of all scores of a row add up to 0: what is missing is subtracted from `d_sinks` [c, g].
+        The gradients of a row and its sink add up to 0: the row's sum is subtracted from `d_sinks` [c, g].
         """
         torch._softmax_backward_data(dp, p, -1, self.dtype, grad_input=dp)
         if d_sinks is not None:
@@ -312,10 +309,10 @@ def _gradients(
     sinks: Tensor | None,
     d_sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [c, g, S, D], keys and values [c, S, D] of some heads; the last two are float32.
+    """Gradients of queries [c, g, S, D], keys and values [c, S, D] of a range of heads; the last two float32.
 
-    That of `sinks` [c, g, 1] is added to `d_sinks` [c, g]. `out` [b, h, g, S, D] is the gradient of their
-    output; the others are as `HeadLayout.split` gives them.
+    The gradient of `sinks` [c, g, 1] is added to `d_sinks` [c, g]. `out` [b, h, g, S, D] is the gradient of
+    the output; the other arguments are as `HeadLayout.split` returns them.
     """
     q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
     scaled_q, k32 = q.to(blocks.dtype) * blocks.factor, k.to(blocks.dtype)
@@ -335,17 +332,17 @@ def _gradients(
     return dq, sums[0], sums[1]
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, columns: slice) -> Tensor:
-    """Add left^T right to e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D].
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, columns: slice) -> Tensor:
+    """Add a^T b to e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D].
 
-    None begins the sum: the last block of queries sees all keys without a window.
+    None starts the sum: without a window the last block of queries, the first one here, sees all keys.
     """
     if total is None:
-        product = torch.bmm(left.transpose(1, 2), right)
+        product = torch.bmm(a.transpose(1, 2), b)
         return product.to(torch.promote_types(product.dtype, torch.float32))
     rows = total[:, columns]
-    if left.dtype == total.dtype:
-        rows.baddbmm_(left.transpose(1, 2), right)
+    if a.dtype == total.dtype:
+        rows.baddbmm_(a.transpose(1, 2), b)
     else:
-        rows += torch.bmm(left.transpose(1, 2), right)
+        rows += torch.bmm(a.transpose(1, 2), b)
     return total

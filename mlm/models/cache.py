@@ -1,4 +1,4 @@
-"""Keys and values of what a model has read, so that a text's next token costs the work of one token.
+"""Cache of keys and values, so that a text's next token costs the work of one token.
 
 A cache has a row per text. A token's column is its position, so texts of any lengths need no padding on the
 left, and columns after a row's end are masked. A pass either fills rows from their beginning, or reads one
@@ -20,7 +20,7 @@ from mlm.models.documents import Documents
 from mlm.parallel.config import PLAIN_SCORES, AttentionScores
 
 FIRST_COLUMNS = 64
-"""Least columns of a new cache; each time they do not suffice, they are doubled."""
+"""Minimum columns of a new cache, doubled when they do not suffice."""
 
 
 class KeyValueCache:
@@ -64,14 +64,14 @@ class KeyValueCache:
 class PrefillPass:
     """A pass that reads sequences from their beginning: tokens [B, S], shorter ones padded on the right.
 
-    Attention is causal, so no token sees the padding; what it writes is overwritten before it is seen.
+    Attention is causal, so no token sees the padding; its columns are overwritten before they are seen.
     """
 
     cache: KeyValueCache
     rows: Sequence[int]
     """Rows of the B sequences in the cache."""
     lengths: Sequence[int] | None = None
-    """Tokens of each sequence with the one that is read after the pass; None for S."""
+    """Tokens of each sequence, the one read after the pass included; None for S."""
 
     documents: None = None
     wants_logits = False
@@ -84,7 +84,7 @@ class PrefillPass:
         return merge_heads(causal_attention(q, k, v, scores))
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Cache keys and values [B, K/t, S, D]; once, where they are one tensor."""
+        """Cache keys and values [B, K/t, S, D]; one copy if they are one tensor."""
         length = k.shape[2]
         keys, values = self.cache.layer(layer, k, length, shared=v is k)
         for number, row in enumerate(self.rows):
@@ -113,12 +113,12 @@ class DecodePass:
             self._entries = torch.arange(self.count, device=device), slice(None), self._positions
 
     def bias(self, window: int) -> Tensor | None:
-        """0 for the columns that each row's token attends to, else -inf: [B, 1, 1, L]; None if it is all."""
+        """0 for the columns that each row's token attends to, else -inf: [B, 1, 1, L]; None for all."""
         window = 0 if window >= self.columns else window
         if window not in self._biases:
             positions = self._positions.unsqueeze(1)
             columns = torch.arange(self.columns, device=positions.device)
-            hidden = columns > positions  # [B, L]: not read yet
+            hidden = columns > positions  # [B, L]
             if window:
                 hidden |= columns <= positions - window
             bias = torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device)
@@ -153,9 +153,9 @@ Reading = PrefillPass | DecodePass
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores = PLAIN_SCORES, *, p: float = 0.0
 ) -> Tensor:
-    """Attention of each token to those before it: [B, N/t, S, D], keys and values [B, K/t, S, D].
+    """Causal attention by PyTorch's kernel: queries [B, N/t, S, D], keys and values [B, K/t, S, D].
 
-    p is the probability of dropping a score. No softcap, which PyTorch's kernel lacks.
+    p is the probability of dropping a score. Without softcap, which the kernel lacks.
     """
     assert not scores.softcap
     length, grouped = q.shape[2], q.shape[1] != k.shape[1]
@@ -174,7 +174,7 @@ def unfused_attention(
     sinks: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] = lambda p: p,
 ) -> Tensor:
-    """Attention by its formula, `bias` added to the capped scores: for a query at a time, or dropout.
+    """Unfused attention, `bias` added to the capped scores: for a query at a time, or dropout.
 
     Queries [B, N/t, S, D], keys and values [B, K/t, L, D], bias of shapes that expand to [B, 1, S, L];
     `sinks` [N/t] are logits of a key without a value; `drop` takes probabilities [B N/t, S, L].
@@ -194,7 +194,7 @@ def unfused_attention(
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """True where a token attends: to the `window` tokens up to itself, bool [S, S]."""
+    """True for the `window` tokens up to each token itself: bool [S, S]."""
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions
     return (distance >= 0) & (distance < window)

@@ -4,13 +4,13 @@ A document ends with its end-of-document token. Megatron-LM's three switches, ea
 --reset-position-ids, --reset-attention-mask and --eod-mask-loss (`_get_ltor_masks_and_position_ids` in
 megatron/core/datasets/gpt_dataset.py says what they do; this is our own code for it).
 
-A bias on the scores that hides padding, or other documents, rules out flash kernels. With a `Packing` the
-tokens that count are gathered, sequence by sequence, and the kernel receives where each begins: it computes
-the squares of the lengths rather than of S, and no padding. Gathering and scattering move 18 bytes for each
-element of H and token forward, and 22 backward, in half precision.
+A bias on the scores that hides padding, or other documents, rules out flash kernels. A `Packing` gathers the
+tokens without padding, sequence by sequence, and gives the kernel the start of each: it computes the squares
+of the lengths rather than of S. Gathering and scattering move 18 bytes for each element of H and token
+forward, and 22 backward, in half precision.
 
-Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size, T tokens that
-count.
+Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size, T tokens without
+padding.
 """
 
 import math
@@ -43,7 +43,7 @@ class Packing:
 
 
 def pack_sequences(on: bool) -> None:
-    """Switch packing on or off in this process: a choice of kernels, as in mlm/training/kernels.py."""
+    """Switch packing on or off in this process (mlm/training/kernels.py)."""
     _switch[:] = [True] if on else []
 
 
@@ -62,7 +62,7 @@ def build_packing(lengths: Sequence[Sequence[int]], device: torch.device) -> Pac
 
 
 class _SelectRows(torch.autograd.Function):
-    """Rows of a matrix, each at most once: unlike index_select's, its backward copies and needs no sums."""
+    """Distinct rows of a matrix: unlike index_select's, its backward pass copies instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -94,13 +94,13 @@ def packed_attention(qkv: Tensor, head_dim: int, packing: Packing, causal: bool)
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Lengths of the documents of a micro-batch, for attention that stays inside each of them."""
+    """Lengths of the documents of a micro-batch, for attention within each of them."""
 
     lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document, for each of the B samples; empty where `bias` serves."""
+    """Tokens of each document, for each of the B samples; empty with `bias` or `packing`."""
     bias: Tensor | None = None
-    """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
-    kernel for the whole micro-batch is faster on a GPU."""
+    """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations:
+    faster on a GPU, as one kernel serves the micro-batch."""
     packing: Packing | None = None
     """Rows of the documents for a kernel that takes several lengths, in place of a bias."""
 
@@ -108,8 +108,8 @@ class Spans:
     def attend(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
-        attention(qkv [s, 1, 3H/t] of a document, its sample, its first token's row) gives [s, 1, H/t]. Costs
-        the squares of the documents' lengths rather than of S: on a CPU faster than a mask.
+        attention(qkv [s, 1, 3H/t] of a document, its sample, its first token's row) returns [s, 1, H/t]. The
+        cost grows with the squares of the documents' lengths: on a CPU faster than a mask.
         """
         samples = []
         for sample, (tokens, lengths) in enumerate(zip(qkv.split(1, dim=1), self.lengths, strict=True)):
@@ -121,7 +121,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents of a micro-batch, as a model reads them."""
+    """Positions and attention spans of the documents of a micro-batch."""
 
     positions: Tensor | None
     """[B, S] int64: each token's position in its document; None counts through the sample."""
@@ -140,7 +140,7 @@ class Boundaries:
 
     @classmethod
     def of(cls, data: DataConfig) -> "Boundaries | None":
-        """The boundaries a run sets, None if documents have no effect. Raises ValueError without a token."""
+        """Boundaries of a run; None if documents have no effect. Raises ValueError without eod_id."""
         switches = (data.reset_positions, data.reset_attention, data.mask_eod_loss)
         if not any(switches):
             return None
@@ -149,7 +149,7 @@ class Boundaries:
         return cls(data.eod_id, *switches)
 
     def scored(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Labels [B, S] without the predictions that follow an end-of-document token."""
+        """Labels [B, S] without predictions after an end-of-document token."""
         return labels.masked_fill(tokens == self.eod_id, IGNORE_INDEX) if self.mask_eod_loss else labels
 
     def documents(
@@ -157,8 +157,7 @@ class Boundaries:
     ) -> Documents | None:
         """The documents of tokens [B, S], on their device; `dtype` is the activations'.
 
-        `on_host` are the same tokens on the host, where the lengths for a packing kernel are counted without
-        waiting for the device.
+        `on_host` are the same tokens on the host, for counting lengths without waiting for the device.
         """
         if not (self.reset_positions or self.reset_attention):
             return None
@@ -172,16 +171,14 @@ class Boundaries:
 
 
 def document_positions(ends: Tensor) -> Tensor:
-    """Tokens between each token and the beginning of its document or sample: bool [B, S] -> int64 [B, S]."""
+    """Position of each token in its document: bool [B, S], True at its last token -> int64 [B, S]."""
     positions = torch.arange(ends.shape[1], device=ends.device)
-    begins = (
-        torch.where(_document_begins(ends), positions, 0).cummax(dim=1).values
-    )  # of each token's document
+    begins = torch.where(_document_begins(ends), positions, 0).cummax(dim=1).values
     return positions - begins
 
 
 def document_spans(ends: Tensor, dtype: torch.dtype) -> Spans:
-    """The documents that `ends`, bool [B, S], marks the last token of."""
+    """Spans of documents whose last tokens `ends` marks, bool [B, S]."""
     if ends.device.type != "cpu":
         return Spans((), document_bias(ends, dtype))
     edges = [[0, *begins.nonzero().flatten().tolist(), len(begins)] for begins in _document_begins(ends)]
@@ -204,7 +201,7 @@ def padding_spans(lengths: Tensor, width: int, dtype: torch.dtype, device: torch
 
 def document_bias(ends: Tensor, dtype: torch.dtype) -> Tensor:
     """0 for each token and those before it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
-    numbers = _document_begins(ends).cumsum(dim=1)  # of each token's document in its sample
+    numbers = _document_begins(ends).cumsum(dim=1)  # document of each token
     attends = (numbers[:, :, None] == numbers[:, None, :]).tril()
     bias = torch.zeros(attends.shape, dtype=dtype, device=ends.device)
     return bias.masked_fill_(~attends, -math.inf).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""The modules of a model whose sums are made in one order at every layout (mlm/parallel/exact.py).
+"""Forms of a model's modules whose sums have one order at every layout (mlm/parallel/exact.py).
 
-A module that has no form here is an error: no bits are promised that were not thought of.
+A module without a form here is an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ from mlm.models.rotary import Rotary
 from mlm.models.transformer import MLP, TransformerLayer
 from mlm.parallel.collectives import gather_rows
 from mlm.parallel.compute_state import ComputeState
-from mlm.parallel.exact import Products, Region, WithGradient
+from mlm.parallel.exact import ExactRegion, Products, WithGradient
 from mlm.parallel.exact_loss import ExactLoss
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router, Routing
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.low_rank import LowRankAdapter
-from mlm.parallel.matmul import Runs
+from mlm.parallel.matmul import GroupedRows
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import UserError
 
@@ -39,7 +39,7 @@ with_gradient: Callable[..., Any] = WithGradient.apply
 
 
 def _spread(vector: Tensor, x: Tensor, sum_rows: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-    """A vector that all rows of `x` read, in its dtype: [F] -> […, F]. `sum_rows` is of a Region."""
+    """Expand a vector to the rows of `x`, in its dtype: [F] -> […, F]; `sum_rows` reduces its gradient."""
     y = vector.detach().to(x.dtype).expand(x.shape)
     return with_gradient(vector, y, lambda dy: sum_rows(dy, vector.dtype))  # type: ignore[no-any-return]
 
@@ -47,16 +47,16 @@ def _spread(vector: Tensor, x: Tensor, sum_rows: Callable[[Tensor, torch.dtype],
 def _rows_of(
     table: nn.Parameter, rows: Tensor, axes: Sequence[Axis], take: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Rows of a table, [S, B] int64 -> [S, B, H]; its gradient adds those of all ranks of `axes` in order.
+    """Rows of a table, [S, B] int64 -> [S, B, H]; its gradient adds the rows of all ranks of `axes` in order.
 
-    Where the output layer is tied to the table, a pipeline adds the two terms of its gradient last: so does
-    every layout, and `take` receives this one.
+    For a table tied to the output layer a pipeline adds the two terms of the gradient last, and so does every
+    layout here: `take` receives this term.
     """
     size, dtype = len(table), table.dtype
 
     def gradient(dy: Tensor) -> Tensor | None:
         numbers, dy = rows, dy.to(dtype)
-        for axis in axes:  # each rank adds the rows of all: they are less than a table
+        for axis in axes:  # each rank adds all ranks' rows, which are fewer than the table's
             numbers, dy = gather_rows(numbers, axis), gather_rows(dy, axis)
         dw = torch.ops.aten.embedding_dense_backward(dy, numbers, size, -1, False)
         return dw if take is None else take(dw)
@@ -64,31 +64,31 @@ def _rows_of(
     return with_gradient(table, F.embedding(rows, table.detach()), gradient)  # type: ignore[no-any-return]
 
 
-def _column(layer: ColumnParallelLinear, region: Region, x: Tensor) -> tuple[Tensor, ...]:
+def _column(layer: ColumnParallelLinear, region: ExactRegion, x: Tensor) -> tuple[Tensor, ...]:
     y: tuple[Tensor, ...] = multiply(layer.weight, layer.bias, region, False, x)
     return y if layer.lora is None else layer.lora(x, y)
 
 
-def _row(layer: RowParallelLinear, region: Region, parts: Sequence[Tensor]) -> Any:
+def _row(layer: RowParallelLinear, region: ExactRegion, parts: Sequence[Tensor]) -> Any:
     y = multiply(layer.weight, None, region, True, *parts)
-    y = y if layer.bias is None else y + _spread(layer.bias, y, region.whole.sum_rows)
+    y = y if layer.bias is None else y + _spread(layer.bias, y, region.unsplit.sum_rows)
     return y if layer.lora is None else layer.lora(parts, y)
 
 
-def _whole(layer: PlainLinear, region: Region, x: Tensor) -> Any:
-    return multiply(layer.weight, layer.bias, region.whole, False, x)[0]
+def _unsplit(layer: PlainLinear, region: ExactRegion, x: Tensor) -> Any:
+    return multiply(layer.weight, layer.bias, region.unsplit, False, x)[0]
 
 
-def _adapter(adapter: LowRankAdapter, region: Region, x: Any, y: Any) -> Any:
-    """Add the adapter's products to its layer's: y is in parts by column, x by row."""
+def _adapter(adapter: LowRankAdapter, region: ExactRegion, x: Any, y: Any) -> Any:
+    """Add the adapter's products to its layer's: by column y is in parts, by row x."""
     count, n = len(adapter.rows.adapted), region.terms
     if adapter.dropout and adapter.stream is not None:
         x = adapter.drop(x if adapter.by_column else torch.cat(x, -1), adapter.stream)
         x = x if adapter.by_column else x.chunk(n, -1)
     if not adapter.by_column:
         z = multiply(adapter.a, None, region, True, *x)
-        return y + multiply(adapter.b, None, region.whole, True, z * adapter.scale)
-    z = multiply(adapter.a, None, region.whole, True, x) * adapter.scale  # [S, B, p r]
+        return y + multiply(adapter.b, None, region.unsplit, True, z * adapter.scale)
+    z = multiply(adapter.a, None, region.unsplit, True, x) * adapter.scale  # [S, B, p r]
     # B of all rows of the layer, [O/t, p r]: 0 for parts without an adapter, and for z of the other parts
     blocks, rank = adapter.b.unflatten(0, (-1, count, adapter.size)).unbind(1), adapter.b.shape[1]
     padded = [F.pad(b, (i * rank, (count - 1 - i) * rank)).movedim(-1, 0) for i, b in enumerate(blocks)]
@@ -96,43 +96,43 @@ def _adapter(adapter: LowRankAdapter, region: Region, x: Any, y: Any) -> Any:
     return [part + change for part, change in zip(y, changes, strict=True)]
 
 
-def _table(table: LearnedTable, region: Region, rows: range | Tensor) -> Any:
+def _table(table: LearnedTable, region: ExactRegion, rows: range | Tensor) -> Any:
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop).unsqueeze(1)
     axes = [region.tp] if region.sequence_parallel else []  # ranks read different rows
     return _rows_of(table.weight, rows + table.offset, axes)
 
 
-def _look_up(table: VocabParallelEmbedding, region: Region, tokens: Tensor) -> Tensor:
+def _look_up(table: VocabParallelEmbedding, region: ExactRegion, tokens: Tensor) -> Tensor:
     rows = tokens - table.first
     is_foreign = (rows < 0) | (rows >= table.weight.shape[0])
     y = _rows_of(table.weight, rows.masked_fill(is_foreign, 0), [region.cp], table.add_lookup)
-    # of one number and zeros, so that any order of this sum will do; -0 becomes 0 on one rank, too
+    # a sum of one number and zeros is exact in any order; on one rank -0 becomes 0, too
     return table.reduce_output(y.masked_fill(is_foreign.unsqueeze(-1), 0.0) + 0.0)
 
 
-def _loss(table: VocabParallelEmbedding, region: Region, *inputs: Tensor | None) -> Any:
+def _loss(table: VocabParallelEmbedding, region: ExactRegion, *inputs: Tensor | None) -> Any:
     return ExactLoss.apply(table, region, table.weight, *inputs)  # type: ignore[no-untyped-call]
 
 
-def _norm(norm: LayerNorm | RMSNorm, region: Region, x: Tensor) -> Tensor:
+def _norm(norm: LayerNorm | RMSNorm, region: ExactRegion, x: Tensor) -> Tensor:
     assert norm.eps is not None
     wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:]
     weight: Any = 1 + norm.weight if norm.zero_centered else norm.weight
     bias = norm.bias if isinstance(norm, LayerNorm) else None
-    # kernels compute each row for itself
+    # kernels compute each row alone
     y: Tensor = (F.layer_norm if isinstance(norm, LayerNorm) else F.rms_norm)(wide, size, eps=norm.eps)
-    # the weight of heads is the same for all, of which tp has split some
-    sum_rows = region.sum_heads if isinstance(norm, HeadNorm) else region.whole.sum_rows
+    # all heads, which tp splits, share the weight of a head norm
+    sum_rows = region.sum_heads if isinstance(norm, HeadNorm) else region.unsplit.sum_rows
     y = y * _spread(weight, y, sum_rows)
     return (y if bias is None else y.add_(_spread(bias, y, sum_rows))).to(x.dtype)
 
 
-def _inner(mlp: MLP, region: Region, parts: Sequence[Tensor]) -> Any:
+def _inner(mlp: MLP, region: ExactRegion, parts: Sequence[Tensor]) -> Any:
     return [type(mlp).inner(mlp, part) for part in parts]
 
 
-def _project(attention: GroupedQueryAttention, region: Region, x: Tensor, rotary: Rotary | None) -> Any:
+def _project(attention: GroupedQueryAttention, region: ExactRegion, x: Tensor, rotary: Rotary | None) -> Any:
     q, kv = attention.query(x), attention.kv(x)
     if attention.query_norm is None:
         return [attention.join(*part, rotary) for part in zip(q, kv, strict=True)]
@@ -140,34 +140,39 @@ def _project(attention: GroupedQueryAttention, region: Region, x: Tensor, rotary
 
 
 def _attend(
-    attention: SelfAttention, region: Region, parts: Sequence[Tensor], stream: Any, spans: Any, first: int
+    attention: SelfAttention,
+    region: ExactRegion,
+    parts: Sequence[Tensor],
+    stream: Any,
+    spans: Any,
+    first: int,
 ) -> Any:
     heads = attention.out.weight.shape[1] // attention.head_dim // len(parts)
     attend = partial(type(attention).attend, attention, stream=stream, spans=spans)
     return [attend(part, first_head=first + i * heads) for i, part in enumerate(parts)]
 
 
-def _enter(mixture: MixtureOfExperts, region: Region, x: Tensor, tp: Axis) -> Any:
-    """All rows, of which all tp ranks compute the same, and sum nothing; with expert_tp=1 a rank's own."""
+def _enter(mixture: MixtureOfExperts, region: ExactRegion, x: Tensor, tp: Axis) -> Any:
+    """All rows, on which all tp ranks compute the same without sums; with expert_tp=1 the rank's rows."""
     return GatherOutputs.apply(x, tp) if region.sequence_parallel else x  # type: ignore[no-untyped-call]
 
 
-def _leave(mixture: MixtureOfExperts, region: Region, y: Tensor, tp: Axis) -> Any:
+def _leave(mixture: MixtureOfExperts, region: ExactRegion, y: Tensor, tp: Axis) -> Any:
     """This rank's rows: [S, …] -> [S/t, …]."""
-    own = y.detach().chunk(tp.size)[tp.rank]
-    return with_gradient(y, own, partial(gather_rows, axis=tp)) if region.sequence_parallel else y
+    rows = y.detach().chunk(tp.size)[tp.rank]
+    return with_gradient(y, rows, partial(gather_rows, axis=tp)) if region.sequence_parallel else y
 
 
-def _router(router: Router, region: Region, x: Tensor) -> Routing:
+def _router(router: Router, region: ExactRegion, x: Tensor) -> Routing:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return router.route(multiply(router.weight, router.logit_bias, region.whole, False, wide)[0])
+    return router.route(multiply(router.weight, router.logit_bias, region.unsplit, False, wide)[0])
 
 
-def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Tensor:
-    """A product is of the rows that one expert has of one micro-batch, in the order of their tokens.
+def _experts(experts: Experts, region: ExactRegion, x: Tensor, runs: GroupedRows) -> Tensor:
+    """One product per expert and micro-batch, with rows in the order of their tokens.
 
-    With ep the rows of several micro-batches arrive at a time, each from its source. The gradients of each
-    go to a tree of their own, which joins the others where dp would join them (exact_gradients.py).
+    With ep the rows of several micro-batches arrive together, each from its source. The gradients of each
+    source have a tree, and trees are added where dp would add them (exact_gradients.py).
     """
     tp, sources = experts.expert_axes.tp, runs.sources or [runs.counts]
     # the rows of a micro-batch come from all its cp ranks, with expert_tp=1 of tp too, in the order of tokens
@@ -175,14 +180,14 @@ def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Tensor:
     groups = [sources[i : i + ranks] for i in range(0, len(sources), ranks)]
     counts = [[sum(rows) for rows in zip(*group, strict=True)] for group in groups]
 
-    def by_expert(name: str) -> Iterator[tuple[Region, Sequence[Tensor]]]:
-        """Of each expert the region of a weight's products, and the weight for each source."""
+    def by_expert(name: str) -> Iterator[tuple[ExactRegion, Sequence[Tensor]]]:
+        """Yield for each expert the region of a weight's products, and the weight for each source."""
         weight, copy = getattr(experts, name), getattr(experts.compute, f"{name}_copy")
         takes = [partial(experts.add_gradients[name], source) for source in range(len(groups))]
         weights = [with_gradient(weight, weight.detach(), take).unbind() for take in takes]
         for i, of_expert in enumerate(zip(*weights, strict=True)):
             state = ComputeState(weight_copy=None if copy is None else copy[i])
-            yield Region(tp, False, compute=state, rows_vary=True), of_expert
+            yield ExactRegion(tp, False, compute=state, rows_vary=True), of_expert
 
     sizes = [rows for of_expert in zip(*counts, strict=True) for rows in of_expert]
     xs, ys = iter(x.split(sizes)), list[Tensor]()
@@ -196,7 +201,7 @@ def _experts(experts: Experts, region: Region, x: Tensor, runs: Runs) -> Tensor:
 FORMS: dict[type[nn.Module], dict[str, Any]] = {
     ColumnParallelLinear: {"forward": _column},
     RowParallelLinear: {"forward": _row},
-    PlainLinear: {"forward": _whole},
+    PlainLinear: {"forward": _unsplit},
     LowRankAdapter: {"forward": _adapter},
     LearnedTable: {"forward": _table},
     VocabParallelEmbedding: {"forward": _look_up, "exact_loss": _loss},
@@ -210,18 +215,18 @@ FORMS: dict[type[nn.Module], dict[str, Any]] = {
     **{kind: {} for kind in (TransformerLayer, LlamaLayer, MaskedTokenHead, VocabularyBias)},
     **{kind: {} for kind in (nn.ModuleDict, nn.Identity)},
 }
-"""Methods of each type of module, in their form after the module and its region; those without sums that a
-layout changes keep theirs. Models are checked by their kinds (COVERED of runs/checks.py)."""
+"""Exact methods of each type of module, with module and region as first arguments; other methods have no sums
+that depend on the layout. Model kinds are checked by COVERED of runs/checks.py."""
 
 
 def exact_axes(ctx: ParallelContext, parts: tuple[int, int], leaves: int) -> ParallelContext:
-    """The axes of a run whose sums over tp and cp have `parts` terms, and over micro-batches up to `leaves`.
+    """Axes of a run whose sums over tp and cp have `parts` terms, and over micro-batches up to `leaves`.
 
-    Raises UserError on a GPU, whose libraries nobody has asked whether they keep to it.
+    Raises UserError on a GPU, whose libraries are not verified.
     """
     if ctx.device.type == "cuda":
         raise UserError("exact: CPUs are covered, GPUs not yet; use dist.device=cpu or exact=0")
-    # kernels give each thread a part of a tensor, of whole vectors if there are 2^k of them
+    # with 2^k threads kernels split tensors between whole SIMD vectors
     torch.set_num_threads(1 << (torch.get_num_threads().bit_length() - 1))
     axes = zip((ctx.tp, ctx.experts.tp, ctx.cp, ctx.dp), (parts[0], *parts, leaves), strict=True)
     tp, expert_tp, cp, dp = (replace(axis, exact_parts=terms) for axis, terms in axes)
@@ -229,8 +234,8 @@ def exact_axes(ctx: ParallelContext, parts: tuple[int, int], leaves: int) -> Par
 
 
 def make_exact(model: Transformer) -> None:
-    """Give the modules of a model their forms. Raises UserError for one without."""
-    region = Region(model.tp, model.sequence_parallel, model.cp)
+    """Replace methods of a model's modules by exact forms. Raises UserError for a module without them."""
+    region = ExactRegion(model.tp, model.sequence_parallel, model.cp)
     for name, module in model.named_modules():
         kind = type(module)
         if module is not model and kind not in FORMS:

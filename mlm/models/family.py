@@ -1,7 +1,7 @@
-"""Model families: one object holds all that the rest of the toolkit knows of a family.
+"""Model families: one object describes a family to the rest of the toolkit.
 
 `model.kind` names a shipped family (gpt2, bert, roberta, llama), or a custom one by its import path,
-`my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
+`my_package.my_family:FAMILY`. A variation of a shipped family replaces some of its fields:
 
     FAMILY = replace(gpt2.FAMILY, model=MyGPT2)
 """
@@ -64,13 +64,13 @@ class Architecture:
     embedding_multiplier: float = 1.0
     """Factor of the token table's rows as they enter the first layer."""
     changes_positions_after: int = 0
-    """Tokens beyond which all positions of a text are encoded otherwise (longrope); 0 if they never are."""
+    """Tokens beyond which all positions of a text have another encoding (longrope); 0 for none."""
     residual_multiplier: float = 1.0
     """Factor of the outputs of attention and MLP as they join the residual stream."""
     logit_multiplier: float = 1.0
     """Factor of the logits."""
     is_parallel: bool = False
-    """True if attention and MLP read one norm of the residual stream, side by side."""
+    """True if attention and MLP read the same norm of the residual stream."""
     input_norms: bool = True
     """True if the inputs of attention and MLP are normed, with norm=pre."""
     output_norms: bool = False
@@ -80,7 +80,7 @@ class Architecture:
     experts_per_token: int = 0
     """Experts that a token goes through."""
     active_size: int = 0
-    """Width of the experts that a token goes through, together."""
+    """Total width of the experts that a token goes through."""
     dense_layers: int = 0
     """First layers without experts."""
 
@@ -98,19 +98,19 @@ class Architecture:
         )
 
     def attended(self, seq_length: int, num_layers: int) -> float:
-        """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.
+        """Attended tokens per token, mean over the layers: S, as FLOP formulas ignore the causal mask.
 
-        A window W < S leaves S W - W^2/2 of the S^2/2 pairs under the mask. The mean over the layers.
+        A window W < S leaves S W - W^2/2 of the S^2/2 pairs under the mask.
         """
         widths = (self.scores(layer).window or seq_length for layer in range(num_layers))
         return sum((w := min(width, seq_length)) * (2 - w / seq_length) for width in widths) / num_layers
 
 
 class SampleSource(Protocol):
-    """The samples that a family is trained and scored on.
+    """Samples for training and scoring a family.
 
-    `tokenizer` is None unless the family has a `check_tokenizer`. All raise UserError where samples cannot
-    be made.
+    `tokenizer` is None unless the family has a `check_tokenizer`. All raise UserError if samples cannot be
+    made.
     """
 
     def train(
@@ -126,14 +126,14 @@ class SampleSource(Protocol):
         """Return training samples 0 to num_samples of an indexed corpus; `cache` keeps their order."""
 
     def validation(self, data: "DataConfig", prefix: Path, tokenizer: "Tokenizer | None") -> "Dataset":
-        """Return the scored samples of an indexed corpus, each once and the same whatever the run's seed."""
+        """Return the scored samples of an indexed corpus, each once, independent of the run's seed."""
 
     def synthetic(self, data: "DataConfig", vocab_size: int, num_samples: int, seed: int) -> "Dataset":
         """Return random samples of data.seq_length tokens."""
 
 
 class Objective(Protocol[C_in, B_in]):
-    """Training objective: the numbers that a micro-batch gives, and what each is divided by.
+    """Training objective: sums over a micro-batch, and their divisors.
 
     `metrics` names its k numbers, of which the first `num_losses` are minimised.
     """
@@ -154,8 +154,8 @@ class Objective(Protocol[C_in, B_in]):
     ) -> "Tensor":
         """Return a stage's hidden states, or in the last stage `scale` [k] times each part's sum.
 
-        The latter is [k], of which the losses are differentiable. `x` are the hidden states of the stage
-        before, None in the first.
+        The latter is [k], with differentiable losses. `x` are the hidden states of the previous stage, None
+        in the first.
         """
 
     def sums(self, chunk: C_in, batch: B_in, x: "Tensor | None") -> "Tensor":
@@ -163,9 +163,9 @@ class Objective(Protocol[C_in, B_in]):
 
 
 class LazyImport(Generic[T]):
-    """Field of a dataclass, given as a value or as its import path, which is imported when the field is read.
+    """Dataclass field set to a value or its import path, which is imported when the field is read.
 
-    Checks of settings read other fields of a family: its modules, and torch with them, take a second.
+    Checks of settings read other fields of a family: importing its modules, and torch, takes a second.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -175,7 +175,7 @@ class LazyImport(Generic[T]):
         instance.__dict__[self.name] = value
 
     def __get__(self, instance: object | None, owner: type) -> T:
-        if instance is None:  # a dataclass asks for the default so: there is none
+        if instance is None:  # a dataclass reads the default here
             raise AttributeError(self.name)
         value: Any = instance.__dict__[self.name]
         if isinstance(value, str):
@@ -195,9 +195,9 @@ class ModelFamily:
     model: LazyImport[type[Any]] = LazyImport()
     """Module of one pipeline stage, or of the full model."""
     causal: bool
-    """True if a token attends only to itself and to the tokens before it: such a model generates text,
-    ignores padding on the right, and is finetuned on texts that end with the end-of-document token. Others
-    are bidirectional and read sequences framed by [CLS] and [SEP]."""
+    """True if a token attends only to itself and earlier tokens: the model generates text, ignores padding on
+    the right, and is finetuned on texts that end with the end-of-document token. Other models are
+    bidirectional and read sequences framed by [CLS] and [SEP]."""
     objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[Any, Any]]]" = (
         LazyImport()
     )
@@ -205,7 +205,7 @@ class ModelFamily:
     samples: SampleSource
     """Samples of pretraining."""
     splits_sequences: bool = False
-    """True if its models and objective take sequences that cp ranks split (parallel/context.py)."""
+    """True if its models and objective support context parallelism (parallel/context.py)."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     scored: float = 1.0
@@ -213,20 +213,20 @@ class ModelFamily:
     packs: bool = True
     """True if its attention takes packed sequences in place of a bias (mlm/models/documents.py)."""
     data_keys: tuple[str, ...] = ()
-    """Keys of data.* that shape the samples of this family and not of others."""
+    """Keys of data.* that affect samples of this family only."""
     architecture: Callable[[ModelConfig], Architecture] = lambda model: Architecture(
         head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads
     )
     """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
     head_products: Callable[[ModelConfig, int], float]
-    """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
+    """Average number of weights after the layers in a pretraining token's products, at a tp."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    """Names of settings that only this family has, model.options.NAME, with their defaults."""
+    """Defaults of the family's settings, model.options.NAME."""
     settings: type | None = None
-    """Dataclass of the options that declare what they apply to."""
+    """Dataclass of the options, with conditions on when they apply."""
     dense_twin: Callable[[ModelConfig], ModelConfig | None] = no_problem
-    """Return the dense model that a mixture of experts can start from; None for other models. Raises
-    ConfigError for experts that are not copies of an MLP."""
+    """Return the dense model to upcycle a mixture of experts from; None for other models. Raises ConfigError
+    if the experts cannot be copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
@@ -234,13 +234,13 @@ class ModelFamily:
     model_problem: Callable[[ModelConfig], Problem | None] = no_problem
     """Return the problem of a model's settings."""
     warning: Callable[[ModelConfig], str | None] = no_problem
-    """Return a line on settings of a model that pretraining accepts, and what they cost."""
+    """Return a warning on settings of a model in pretraining."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
-    """Return the problem of data settings that samples cannot be made with."""
+    """Return the problem of data settings that prevent samples."""
     corpus_problems: Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]] = lambda *_: []
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
     converts_as: str | None = None
-    """Shipped kind as which `transformers` has such models (mlm/convert/huggingface); None if it has none."""
+    """Shipped kind that conversion to `transformers` uses (mlm/convert/huggingface); None for none."""
 
 
 def family_of(kind: str) -> ModelFamily:
@@ -254,7 +254,7 @@ def family_of(kind: str) -> ModelFamily:
 
 
 def option_problem(defaults: Mapping[str, object], name: str, value: object) -> Problem | None:
-    """Return the problem of a model.options.NAME whose type differs from its default's, or out of range."""
+    """Return the problem of a model.options.NAME of another type than its default, or out of range."""
     expected, key = type(defaults[name]), f"model.options.{name}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
     if not (type(value) is expected or (expected is float and type(value) is int)):
@@ -270,14 +270,14 @@ def option(model: ModelConfig, name: str) -> bool | int | float | str:
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
-    """Return the problem of a model's family, or of settings that no model of it has."""
+    """Return the problem of a model's family or its settings."""
     try:
         family = family_of(model.kind)
     except OwnCodeError as error:
         return error.problems[0]
     for name in model.options.keys() - family.options.keys():
-        known = ", ".join(family.options) or "none"
-        problem = f"model.options.{name}: model.kind={model.kind} has the settings: {known}"
+        names = ", ".join(family.options) or "none"
+        problem = f"model.options.{name}: model.kind={model.kind} has the settings: {names}"
         return Problem((f"model.options.{name}", "model.kind"), problem, "remove it")
     if model.mup_base_width is not None and not family.causal:
         problem = f"model.mup_base_width={model.mup_base_width}: muP is for gpt2 and llama, not {model.kind}"

@@ -1,7 +1,7 @@
 """Small modules after the last layer, replicated over tp.
 
 With sequence parallelism a tp rank computes them for its rows of the sequence, and their weight gradients are
-summed over tp, as of all replicated parameters.
+summed over tp, as for all replicated parameters.
 
 Shapes: S sequence, B micro-batch, H hidden, R rows (tokens), V padded vocabulary, t = tensor-parallel size.
 """
@@ -31,7 +31,7 @@ class PlainLinear(ComputesInHalf):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias: the product itself returns their gradients."""
+        """Weight and bias, whose gradients the product returns."""
         return {"weight": False, "bias": False}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class MaskedTokenHead(nn.Module):
 class GatherOutputs(torch.autograd.Function):
     """Gather outputs of each tp rank's rows, for a loss that every rank computes: [S/t, …] -> [S, …].
 
-    Each rank keeps the gradient of its own rows, where `gather_sequence` would count it t times.
+    Each rank keeps the gradient of its rows; `gather_sequence` would count it t times.
     """
 
     @staticmethod

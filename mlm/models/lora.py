@@ -19,7 +19,7 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, format_value
 
 LayerNames: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Our linear layer -> its names in `transformers`, several if it is several layers there."""
+"""Linear layer -> its names in `transformers`, several if it fuses several layers."""
 
 
 def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> None:
@@ -32,7 +32,7 @@ def add_adapters(chunk: Transformer, lora: LoraConfig, names: LayerNames) -> Non
                 module.lora = ExpertAdapter(module, rank=lora.rank, scale=lora.scale)
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 continue
-            # a weight that is several in `transformers` has these as parts, each adapted or not
+            # each part of a fused weight may be adapted
             parts = names.get(name, ())
             is_full = ALL_LINEAR in lora.targets or _is_named(name, lora.targets)
             adapted = [n for n, part in enumerate(parts) if is_full or _is_named(part, lora.targets)]
@@ -64,20 +64,17 @@ def _is_named(name: str, targets: Iterable[str]) -> bool:
 
 
 def _set_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Give a layer's adapters the masks of each pass, recomputed ones too."""
+    """Set the dropout stream of a layer's adapters before each pass, recomputed ones too."""
     for adapter in adapters:
         adapter.stream = inputs[1]
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
-    """Train only adapters and a finetuning head, in `dtype`, which routers keep too.
-
-    Rounded routers would choose other experts.
-    """
-    of_routers = {parameter for router in routers(chunk) for parameter in router.parameters()}
+    """Train only adapters and a finetuning head, in `dtype`; routers, too, as rounding changes choices."""
+    router_parameters = {parameter for router in routers(chunk) for parameter in router.parameters()}
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_trained(name))
-        if is_trained(name) or parameter in of_routers:
+        if is_trained(name) or parameter in router_parameters:
             parameter.data = parameter.data.to(dtype)
 
 
@@ -103,15 +100,15 @@ def adapted_on_meta(model: ModelConfig, lora: LoraConfig, names: LayerNames) -> 
     with torch.device("meta"):
         chunk: Transformer = family_of(model.kind).model(model, tp=Axis("tp"))
         add_adapters(chunk, lora, names)
-    known = list[str]()
+    layer_names = list[str]()
     for name, module in chunk.layers.named_modules(prefix="layers"):
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            known += [name, *names.get(name, ())]
+            layer_names += [name, *names.get(name, ())]
         elif isinstance(module, Experts):
-            known.append(name)
+            layer_names.append(name)
     for target in lora.targets or ("",):
-        if target != ALL_LINEAR and not any(_is_named(name, (target,)) for name in known):
-            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
+        if target != ALL_LINEAR and not any(_is_named(name, (target,)) for name in layer_names):
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layer_names))
             problem = (
                 f"lora.targets={format_value(list(lora.targets))}: no layer is named {target or 'there'}"
             )

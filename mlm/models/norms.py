@@ -1,4 +1,4 @@
-"""Layer norm and RMSNorm whose weights are float32 and whose activations may be of half precision.
+"""Layer norm and RMSNorm with float32 weights for activations of any dtype.
 
 Shapes: x [..., H], weight and bias [H].
 """
@@ -15,10 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class LayerNorm(ComputesInHalf, nn.LayerNorm):
-    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp.
-
-    `zero_centered`: the factor is 1 + weight.
-    """
+    """Layer norm, replicated over tp; if `zero_centered` the factor is 1 + weight."""
 
     def __init__(self, size: int, *, eps: float, bias: bool = True, zero_centered: bool = False) -> None:
         super().__init__(size, eps=eps, bias=bias)
@@ -47,8 +44,8 @@ class LayerNorm(ComputesInHalf, nn.LayerNorm):
 class _Float32Sums(torch.autograd.Function):
     """Layer norm on a CPU, whose kernel sums the gradients of weight and bias in the activations' dtype.
 
-    In bfloat16 that sum stops growing: over 8,192 rows it was 10 to 24 % off. Backward is the kernel's of
-    float32: with both casts it takes 0.7 of the time of sums of our own.
+    In bfloat16 that sum stops growing: over 8,192 rows it was 10 to 24 % off. Backward uses the float32
+    kernel: with both casts it takes 0.7 of the time of separate sums.
     """
 
     @staticmethod
@@ -74,8 +71,7 @@ class _Float32Sums(torch.autograd.Function):
 class RMSNorm(ComputesInHalf, nn.RMSNorm):
     """RMSNorm (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight.
 
-    Its float32 weight serves activations of any dtype. Replicated over tp. `zero_centered`: the factor is 1 +
-    weight, which weight decay draws to 1.
+    Replicated over tp. If `zero_centered` the factor is 1 + weight, so that weight decay pulls it to 1.
     """
 
     def __init__(self, size: int, *, eps: float, zero_centered: bool = False) -> None:
@@ -103,7 +99,7 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm where PyTorch has no one-pass kernel: a number per row is kept besides x."""
+    """RMSNorm without PyTorch's one-pass kernel; saves x and a number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,7 +115,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
         if x.dtype == weight.dtype == scale.dtype:
-            # layer norm's, as if the mean were 0; it subtracts the mean of the gradient, which is added again
+            # layer norm's with a mean of 0; it subtracts the mean of the gradient, which is added again
             dy, zero, outputs = dy.contiguous(), torch.zeros_like(scale), [True, needs_weight, False]
             dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
                 dy, x.contiguous(), x.shape[-1:], zero, scale, weight, None, outputs

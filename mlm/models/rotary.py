@@ -1,6 +1,6 @@
 """Rotary position embedding: queries and keys rotated by angles proportional to their positions.
 
-Source: arXiv:2104.09864, section 3.4. Each family has its frequencies.
+Source: arXiv:2104.09864, section 3.4. Families choose the frequencies.
 
 Shapes: S sequence, B micro-batch, D head_dim, R rotated dimensions of a head (the first R of D).
 """
@@ -51,16 +51,16 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int = 1) -> Tensor:
     """Rotate x [S, B, heads, D] by the angles (sign=1) or back (-1)."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    if torch.compiler.is_compiling():  # one kernel, which writes its result once
-        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, rest], -1)
+    a, b, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    if torch.compiler.is_compiling():  # compiles to one kernel
+        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, unrotated], -1)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if x.is_cpu:  # the longest rows are the fastest: both halves in one product
+    if x.is_cpu:  # long rows are fast: both halves in one product
         torch.mul(x[..., : 2 * half], torch.cat([cos, cos], -1), out=y[..., : 2 * half])
-    else:  # without a launch that doubles the cosines
+    else:  # saves the launch that doubles the cosines
         halves, out = (z[..., : 2 * half].unflatten(-1, (2, half)) for z in (x, y))
         torch.mul(halves, cos.unsqueeze(-2), out=out)
     y[..., :half].addcmul_(b, sin, value=-sign)
     y[..., half : 2 * half].addcmul_(a, sin, value=sign)
-    y[..., 2 * half :] = rest
+    y[..., 2 * half :] = unrotated
     return y

@@ -1,4 +1,4 @@
-"""Sizes of a model: the parts that its family decides, parameters, floating-point operations."""
+"""Sizes of a model: architecture, parameters, floating-point operations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # checks of settings need no torch
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """Return the parts and sizes that the family decides. Raises OwnCodeError as `family_of`."""
+    """Return the family's parts and sizes of a model. Raises OwnCodeError as `family_of`."""
     return family_of(model.kind).architecture(model)
 
 
@@ -35,16 +35,16 @@ def parameters_by_name(model: ModelConfig) -> "dict[str, Tensor]":
 
 
 def count_parameters(model: ModelConfig, *, with_state: bool = False) -> int:
-    """Parameters of a model, counted in its modules on the meta device, without padding rows and copies.
+    """Count the parameters of a model in its modules on the meta device, without padding rows and copies.
 
-    `with_state` includes those without gradients: the routers' running loads of experts. Raises OwnCodeError
-    (a UserError) if there is no such family.
+    `with_state` includes state without gradients, such as the routers' loads of experts. Raises OwnCodeError
+    (a UserError) for an unknown family.
     """
     return _sum_over_layers(model, lambda _, p: p.numel() if with_state or p.requires_grad else 0)
 
 
 def count_active_parameters(model: ModelConfig) -> int:
-    """Parameters that a token goes through: of each layer's experts only those that it chooses."""
+    """Count the parameters that a token goes through, with its chosen experts only."""
     return _sum_over_layers(model, lambda name, p: _active_size(model, name, p) if p.requires_grad else 0)
 
 
@@ -64,7 +64,7 @@ def _active_size(model: ModelConfig, name: str, p: "Tensor") -> int:
 
 
 def _sum_over_layers(model: ModelConfig, size: "Callable[[str, Tensor], int]") -> int:
-    """Sum of `size(name, parameter)`. Of equal layers two are built, however many a file claims."""
+    """Sum `size(name, parameter)`. Two of the equal layers are built, whatever num_layers a file claims."""
 
     def total(num_layers: int) -> int:
         parameters = parameters_by_name(replace(model, num_layers=num_layers))

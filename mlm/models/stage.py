@@ -20,16 +20,14 @@ class PipelineStage:
 def split_layers(num_layers: int, num_stages: int) -> list[PipelineStage]:
     """Return the stages of a model, in order.
 
-    Layers left over by the division go to the stages without embedding or head, then to the first: the last
-    computes the vocabulary projection.
-
-    Raises ValueError when there are more stages than layers.
+    Remaining layers go to the stages without embedding or head, then to the first: the last stage computes
+    the vocabulary projection. Raises ValueError if there are more stages than layers.
     """
     if num_layers < num_stages:
         raise ValueError(f"num_layers={num_layers} must be at least the {num_stages} stages of pp * vp")
-    share, rest = divmod(num_layers, num_stages)
+    share, remainder = divmod(num_layers, num_stages)
     counts = [share] * num_stages
-    for stage in [*range(1, num_stages - 1), 0][:rest]:
+    for stage in [*range(1, num_stages - 1), 0][:remainder]:
         counts[stage] += 1
     stages, first = [], 0
     for number, count in enumerate(counts):
@@ -39,10 +37,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[PipelineStage]:
 
 
 def parameter_home(name: str) -> int | str:
-    """Return the home of a parameter: its layer's global number, or "first" or "last" for the end stages.
-
-    A table that both ends hold is at home in the first.
-    """
+    """Return a parameter's global layer number, else "first" or "last" stage (tied tables: first)."""
     if match := re.match(r"layers\.(\d+)\.", name):
         return int(match[1])
     return "last" if name.split(".")[0] in HEAD_MODULES else "first"

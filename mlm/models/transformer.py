@@ -25,14 +25,14 @@ from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 class _TanhGELU(torch.autograd.Function):
-    """GELU's tanh form in half precision on a CPU, whose kernels spend their time on tanh, twice.
+    """GELU's tanh form in half precision on a CPU, whose kernels compute tanh forward and backward.
 
-    y = x s(x (a + b x^2)), s the logistic function. The derivative is computed at once and kept in place of
-    x, rounded to its dtype.
+    y = x s(x (a + b x^2)), s the logistic function. The forward pass computes the derivative, too, and saves
+    it in place of x, in its dtype.
     """
 
     a, b = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-    block = 1 << 15  # elements in float32 at a time and thread: more leave the cache, fewer wait for calls
+    block = 1 << 15  # float32 elements per thread at a time: more leave the cache, fewer cost calls
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,12 +111,11 @@ class TransformerLayer(nn.Module):
     """Transformer layer: attention, then the MLP, each with a residual connection.
 
     norm=pre: x + drop(attention(norm(x))), as in GPT-2 and Megatron-LM's BERT (arXiv:1909.08053, figure 7b);
-    a family may norm the branch's output too, or in place of its input, or have the MLP read what attention
-    reads: x + drop(attention(h)) + drop(mlp(h)) of h = norm(x).
+    a family may norm the branch's output too, or in place of its input, or run attention and MLP in parallel:
+    x + drop(attention(h)) + drop(mlp(h)) with h = norm(x).
     norm=post: norm(x + drop(attention(x))), as in the first BERT (figure 7a).
     """
 
-    norm_type: ClassVar[Callable[..., nn.Module]] = LayerNorm
     attention_type: ClassVar[Callable[..., SelfAttention]] = SelfAttention
     mlp_type: ClassVar[type[MLP]] = MLP
     dropout_keys: Tensor
@@ -160,8 +159,8 @@ class TransformerLayer(nn.Module):
 
     @classmethod
     def build_norm(cls, config: ModelConfig) -> nn.Module:
-        """Return a norm of the residual stream; that after the last layer too."""
-        return cls.norm_type(config.hidden_size, eps=config.layer_norm_eps)
+        """Return a norm of the residual stream; also used after the last layer."""
+        return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def build_mlp(
         self,

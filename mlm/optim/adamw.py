@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.groups import GroupRates, rates
-from mlm.optim.matrices import buckets
+from mlm.optim.groups import GroupRates, group_rates
+from mlm.optim.matrices import build_buckets
 from mlm.optim.muon import MOMENTUM, iteration_dtype, orthogonalise, shape_scale
 from mlm.optim.user import Groups, check_state, check_step, user_optimizer
 from mlm.parallel.mesh import Axis
@@ -98,7 +98,7 @@ class Muon(AdamW):
         self.config, self.matrices = config.muon, frozenset(shard.parameter for shard in matrices)
         self.dtype = iteration_dtype(config.muon, matrices[0].parameter) if matrices else torch.float32
         self.masks_overflows = bool(matrices) and matrices[0].parameter.is_cuda
-        self.buckets = buckets(matrices, replicas, self.dtype, per_head=config.muon.per_head)
+        self.buckets = build_buckets(matrices, replicas, self.dtype, per_head=config.muon.per_head)
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         return (MOMENTUM,) if parameter in self.matrices else MOMENTS
@@ -159,7 +159,7 @@ def build_optimizer(
     first, shards = shards[0].parameter, [shard for shard in shards if shard.is_trained]
     by_rates: dict[GroupRates, list[ParameterShard]] = {}
     for shard in shards:
-        key = rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
+        key = group_rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
         by_rates.setdefault(key, []).append(shard)
     groups: Groups = [
         {"params": [shard.parameter for shard in members], **key._asdict()}

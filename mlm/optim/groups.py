@@ -25,7 +25,7 @@ class GroupRates(NamedTuple):
     weight_decay: float
 
 
-def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
+def parse_groups(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield pattern and settings of each entry of optimizer.groups. Raises OwnCodeError (a UserError)."""
     for entry in entries:
         pattern, *words = entry.split() or [""]
@@ -45,10 +45,10 @@ def patterns(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
         yield pattern, settings
 
 
-def rates(
+def group_rates(
     name: str, dims: int, config: OptimizerConfig, width: float = 1.0, side: str | None = None
 ) -> GroupRates:
-    """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
+    """Return the settings of a parameter. Raises OwnCodeError as parse_groups.
 
     Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2).
     `width` W is the model's width over its base's in muP, 1 without it. Adam moves an element of a layer's
@@ -66,7 +66,7 @@ def rates(
     if config.embedding_lr and any(fnmatchcase(name, pattern) for pattern in EMBEDDINGS):
         lr = config.embedding_lr
     scale = lr / config.lr
-    for pattern, settings in patterns(config.groups):
+    for pattern, settings in parse_groups(config.groups):
         if fnmatchcase(name, pattern):
             scale = settings["lr"] / config.lr if "lr" in settings else scale
             scale *= settings.get("lr_scale", 1.0)

@@ -296,7 +296,13 @@ def map_matrices(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor
     """
     threads = torch.get_num_threads()
     if matrices and matrices[0].is_cuda:
-        return _map_stacks(function, matrices)
+        by_shape, results = dict[torch.Size, list[int]](), dict[int, Tensor]()
+        for number, x in enumerate(matrices):
+            by_shape.setdefault(x.shape, []).append(number)
+        for numbers in by_shape.values():
+            stack = function(torch.stack([matrices[number] for number in numbers]))
+            results.update(zip(numbers, stack.unbind(), strict=True))
+        return [results[number] for number in range(len(matrices))]
     if threads == 1 or len(matrices) < threads or not matrices[0].is_cpu:
         return [function(x) for x in matrices]
     try:
@@ -306,18 +312,7 @@ def map_matrices(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor
         torch.set_num_threads(threads)  # the newest call's is what new threads begin with
 
 
-def _map_stacks(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
-    by_shape = dict[tuple[int, ...], list[int]]()
-    for number, x in enumerate(matrices):
-        by_shape.setdefault(tuple(x.shape), []).append(number)
-    results = dict[int, Tensor]()
-    for numbers in by_shape.values():
-        stack = function(torch.stack([matrices[number] for number in numbers]))
-        results.update(zip(numbers, stack.unbind(), strict=True))
-    return [results[number] for number in range(len(matrices))]
-
-
-def buckets(
+def build_buckets(
     shards: Sequence[ParameterShard], replicas: Axis, dtype: torch.dtype, *, per_head: bool
 ) -> list[Bucket]:
     """Group weights into buckets of about BUCKET elements of a tp rank's part, the same on all ranks.

@@ -3,8 +3,8 @@
 Tensor parallelism (arXiv:1909.08053, section 3): f = `copy_to_tp` is the identity forward and an all-reduce
 backward, g = `reduce_from_tp` its conjugate. Sequence parallelism (arXiv:2205.05198, section 4.2.2) puts an
 all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_sequence`,
-`scatter_sequence`. On an axis of one rank all of them are nothing. At the end are copies
-between host and device that nobody waits for.
+`scatter_sequence`. On an axis of one rank all of them are the identity. At the end are asynchronous copies
+between host and device.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.parallel.mailbox import Message
+from mlm.parallel.mailbox import MailboxMessage
 from mlm.parallel.mesh import AXES, Axis
 from mlm.parallel.watch import Wait
 
@@ -31,30 +31,30 @@ scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 @dataclass(slots=True)
 class Pending:
-    """A communication under way."""
+    """A communication in progress."""
 
     op: str
     """Its name in errors."""
     axis: Axis
     out: Tensor
     """Result of `wait`; not to be read or written before."""
-    work: "dist.Work | Message | _Swap | None"
-    """None where there was nothing to communicate."""
+    work: "dist.Work | MailboxMessage | _Swap | None"
+    """None without communication."""
     ranks: tuple[int, ...] = ()
-    """Global ranks that take part; empty for all of the axis."""
-    held: Tensor | None = None
-    """Buffer that the transport writes, where it is not `out`: copied into `out` by `wait`."""
+    """Global ranks of the operation; empty for all of the axis."""
+    buffer: Tensor | None = None
+    """Buffer that the transport writes if not `out`; `wait` copies it into `out`."""
 
     def wait(self) -> Tensor:
-        """Its result, ready for the device's current stream. Raises LostPeer if a peer is lost."""
+        """Return the result, ready for the device's current stream. Raises LostPeer if a peer is lost."""
         if self.work is not None:
             with _watched(self.op, self.axis, self.ranks):
                 self.work.wait()
             self.work = None
-            if self.held is not None and self.held is not self.out:
-                self.out.copy_(self.held)
-                self.held = None
-            if self.out.is_cuda:  # the stream waits, not this thread: only an event shows when it is over
+            if self.buffer is not None and self.buffer is not self.out:
+                self.out.copy_(self.buffer)
+                self.buffer = None
+            if self.out.is_cuda:  # the stream waits, not this thread: an event shows the end
                 event = torch.cuda.Event()
                 event.record()
                 ranks = self.ranks or self.axis.ranks
@@ -63,13 +63,13 @@ class Pending:
 
 
 def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
-    """Wait of an operation that may block or fail: gloo fails at its start, NCCL connects at the first."""
+    """Wait around an operation that may block or fail: gloo fails at the start, NCCL connects then."""
     return axis.watch.waiting(op, axis.name, ranks or axis.ranks)
 
 
 @torch.no_grad()
 def for_transport(x: Tensor, axis: Axis) -> Tensor:
-    """`x`, or a copy of it in host memory where the axis's transport reads no other."""
+    """Return `x`, or a copy in host memory if the axis's transport reads only that."""
     return x.to("cpu", copy=True) if axis.through_host else x
 
 
@@ -77,42 +77,39 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     """Begin to reduce `x` over the axis in place."""
     if axis.group is None:
         return Pending("all_reduce", axis, x, None)
-    held = for_transport(x, axis)
+    buffer = for_transport(x, axis)
     with _watched("all_reduce", axis):
         if axis.swaps and op == dist.ReduceOp.SUM:
-            swap = _start_message(held, axis, held, Tensor.add_) or _Swap(held, axis)
-            return Pending("all_reduce", axis, x, swap, held=held)
-        work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
-    return Pending("all_reduce", axis, x, work, held=held)
+            swap = _start_message(buffer, axis, buffer, Tensor.add_) or _Swap(buffer, axis)
+            return Pending("all_reduce", axis, x, swap, buffer=buffer)
+        work = dist.all_reduce(buffer, op=op, group=axis.group, async_op=True)
+    return Pending("all_reduce", axis, x, work, buffer=buffer)
 
 
 def _start_message(
     sent: Tensor, axis: Axis, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]
-) -> Message | None:
-    """Begin to send `sent` to the other of two ranks, and to `take` into `target` what it sends.
-
-    None where gloo is to do it.
-    """
+) -> MailboxMessage | None:
+    """Exchange tensors with the other of two ranks: `take(target, received)`. None if gloo must do it."""
     return axis.mailbox.start(sent, target, take) if axis.swaps and axis.mailbox is not None else None
 
 
 class _Swap:
-    """A sum over two ranks in place, for which each sends the other all that it has.
+    """In-place sum over two ranks that exchange whole tensors.
 
-    Its bits equal gloo's sum, a ring in which the two wait for each other piece by piece.
+    Bit-equal to gloo's ring, in which the two wait for each other piece by piece.
     """
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.x, self.other = x, torch.empty_like(x)
+        self.x, self.peer_x = x, torch.empty_like(x)
         peer = 1 - axis.rank
         self.sent = dist.isend(x, group=axis.group, group_dst=peer)
-        self.received = dist.irecv(self.other, group=axis.group, group_src=peer)
+        self.received = dist.irecv(self.peer_x, group=axis.group, group_src=peer)
 
     def wait(self) -> None:
         for work in (self.received, self.sent):
             assert work is not None
             work.wait()
-        self.x.add_(self.other)
+        self.x.add_(self.peer_x)
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -123,14 +120,14 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     out = x.new_empty((axis.size, *x.shape)) if out is None else out
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
-    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    buffer, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
-        if axis.swaps and (swap := _start_message(given, axis, held[1 - axis.rank], Tensor.copy_)):
-            if held[axis.rank].data_ptr() != given.data_ptr():
-                held[axis.rank] = given
-            return Pending("all_gather", axis, out, swap, held=held)
-        work = gather_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
-    return Pending("all_gather", axis, out, work, held=held)
+        if axis.swaps and (swap := _start_message(sent, axis, buffer[1 - axis.rank], Tensor.copy_)):
+            if buffer[axis.rank].data_ptr() != sent.data_ptr():
+                buffer[axis.rank] = sent
+            return Pending("all_gather", axis, out, swap, buffer=buffer)
+        work = gather_flat(buffer.view(-1), sent.view(-1), group=axis.group, async_op=True)
+    return Pending("all_gather", axis, out, work, buffer=buffer)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -139,30 +136,31 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
-    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    buffer, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("reduce_scatter", axis):
         if axis.swaps:
-            own, others = (given.unflatten(0, (2, -1))[rank] for rank in (axis.rank, 1 - axis.rank))
-            if swap := _start_message(others, axis, held, Tensor.add_):
-                held.copy_(own)
-                return Pending("reduce_scatter", axis, out, swap, held=held)
-        work = scatter_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
-    return Pending("reduce_scatter", axis, out, work, held=held)
+            local, remote = (sent.unflatten(0, (2, -1))[rank] for rank in (axis.rank, 1 - axis.rank))
+            if swap := _start_message(remote, axis, buffer, Tensor.add_):
+                buffer.copy_(local)
+                return Pending("reduce_scatter", axis, out, swap, buffer=buffer)
+        work = scatter_flat(buffer.view(-1), sent.view(-1), group=axis.group, async_op=True)
+    return Pending("reduce_scatter", axis, out, work, buffer=buffer)
 
 
-def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Pending:
-    """Begin to send each rank its rows of `x`: [sum of given, …] -> [sum of taken, …], in rank order.
+def start_all_to_all(x: Tensor, axis: Axis, sizes_to: Sequence[int], sizes_from: Sequence[int]) -> Pending:
+    """Begin to send each rank its rows of `x`, in rank order: [sum of sizes_to, …] -> [sum of sizes_from, …].
 
-    `given` are the rows for each rank, `taken` those from each rank, which are what it gives this one.
+    `sizes_to` are the numbers of rows for each rank, `sizes_from` from each rank.
     """
-    assert len(x) == sum(given)
-    out = x.new_empty((sum(taken), *x.shape[1:]))
+    assert len(x) == sum(sizes_to)
+    out = x.new_empty((sum(sizes_from), *x.shape[1:]))
     if axis.group is None:
         return Pending("all_to_all", axis, out.copy_(x), None)
-    held, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    buffer, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_to_all", axis):
-        work = dist.all_to_all_single(held, sent, list(taken), list(given), group=axis.group, async_op=True)
-    return Pending("all_to_all", axis, out, work, held=held)
+        sizes = list(sizes_from), list(sizes_to)
+        work = dist.all_to_all_single(buffer, sent, *sizes, group=axis.group, async_op=True)
+    return Pending("all_to_all", axis, out, work, buffer=buffer)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
@@ -181,10 +179,10 @@ def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
     assert axis.group is not None
     assert out.is_contiguous()
     op, ranks = f"receive from rank {axis.ranks[peer]}", _pair(axis, peer)
-    held = for_transport(out, axis)
+    buffer = for_transport(out, axis)
     with _watched(op, axis, ranks):
-        work = dist.irecv(held, group=axis.group, group_src=peer)
-    return Pending(op, axis, out, work, ranks, held)
+        work = dist.irecv(buffer, group=axis.group, group_src=peer)
+    return Pending(op, axis, out, work, ranks, buffer)
 
 
 def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
@@ -196,8 +194,8 @@ def traceable(
 ) -> Callable[[AxisFunction[P, R]], AxisFunction[P, R]]:
     """Make a function of (tensor, axis, …) one operator in graphs of torch.compile.
 
-    The compiler sees none of its messages and waits; what overlaps inside still does. In `schema` the axis
-    is a string. `outputs` gives empty outputs for the same arguments; those in `changes` are written to.
+    Messages and waits are hidden from the compiler and overlap as before. In `schema` the axis is a string.
+    `outputs` returns empty outputs for the same arguments; `changes` names mutated arguments.
     """
 
     def decorate(function: AxisFunction[P, R]) -> AxisFunction[P, R]:
@@ -249,17 +247,17 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-def all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    return start_all_to_all(x, axis, given, taken).wait()
+def all_to_all(x: Tensor, axis: Axis, sizes_to: Sequence[int], sizes_from: Sequence[int]) -> Tensor:
+    return start_all_to_all(x, axis, sizes_to, sizes_from).wait()
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """Overwrite `x` by what rank `source` of the axis has, and return it."""
+    """Overwrite `x` with the tensor of rank `source` of the axis, and return it."""
     if axis.group is not None:
-        op, held = f"broadcast from rank {axis.ranks[source]}", for_transport(x, axis)
+        op, buffer = f"broadcast from rank {axis.ranks[source]}", for_transport(x, axis)
         with _watched(op, axis):
-            work = dist.broadcast(held, group=axis.group, group_src=source, async_op=True)
-        Pending(op, axis, x, work, held=held).wait()
+            work = dist.broadcast(buffer, group=axis.group, group_src=source, async_op=True)
+        Pending(op, axis, x, work, buffer=buffer).wait()
     return x
 
 
@@ -278,14 +276,14 @@ class _CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # autograd may hand the same tensor to another branch, so a copy is reduced
+        # autograd may pass the same tensor to another branch, so reduce a copy
         return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        # nobody else reads the partial sums: summed in place, which a compiler makes of a copy
+        # in place, as nothing else reads the partial sums; a compiler does so with a copy
         return all_reduce(x.clone() if torch.compiler.is_compiling() else x.detach(), axis)
 
     @staticmethod
@@ -339,14 +337,14 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on a device, by way of page-locked memory; others would make the host wait."""
+    """Copy a host tensor to a device through page-locked memory, without blocking the host."""
     if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 class ToHost:
-    """A copy of a device's tensor on its way to the host."""
+    """Asynchronous copy of a device tensor to the host."""
 
     def __init__(self, x: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
@@ -359,7 +357,7 @@ class ToHost:
             self.x = x
 
     def read(self) -> list[float]:
-        """Return its numbers; wait for them, but for nothing that the device was given later."""
+        """Return the numbers; waits for the copy only, not for later work of the device."""
         if self.arrived is not None:
             self.arrived.synchronize()
         values: list[float] = self.x.tolist()

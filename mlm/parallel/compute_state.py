@@ -1,8 +1,7 @@
-"""State of computation: parameter copies cast once per step, deferred gradients, code kept uncompiled.
+"""State of computation: parameter copies cast once per step, deferred gradients, uncompiled functions.
 
-Master weights are float32. Cast for each product, forward and backward, in every micro-batch, they cost 6
-bytes of traffic a parameter each time, where reading a copy costs 2. A bias or a norm's weight is little
-traffic, but a kernel of its own at each use.
+Master weights are float32. Casting them for each product of each micro-batch moves 6 bytes a parameter,
+reading a copy moves 2. Biases and norm weights are small, but each cast launches a kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +26,7 @@ class DeferredWeightGrads:
     open: bool = False
     """True while backward passes append their products to `jobs`."""
     jobs: list[Callable[[], None]] = field(default_factory=list)
-    """Running one adds its gradient to the weight's."""
+    """Each adds its gradient to the weight's."""
 
     def take(self) -> list[Callable[[], None]]:
         jobs, self.jobs = self.jobs, []
@@ -36,7 +35,7 @@ class DeferredWeightGrads:
 
 @dataclass
 class ComputeState:
-    """State that a module computes with besides its parameters; set and cleared by the trainer."""
+    """Compute state of a module in addition to its parameters; set and cleared by the trainer."""
 
     weight_copy: Tensor | None = None
     """The weight in the dtype of compute (`CachedHalfParams`)."""
@@ -47,7 +46,7 @@ class ComputeState:
     down_copy: Tensor | None = None
     """W2 of experts in the dtype of compute."""
     deferred: DeferredWeightGrads | None = None
-    """Weight gradients of a zero-bubble schedule. This and the following are of linear layers only."""
+    """Weight gradients of a zero-bubble schedule. This and the following are for linear layers only."""
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`)."""
     weight_8: Operand | None = None
@@ -55,46 +54,45 @@ class ComputeState:
     fused_grad: Tensor | None = None
     """Sum that the weight's gradient joins inside its product (`ChunkGradients`)."""
     overlap_chunks: int = 1
-    """Parts of the rows; the communication of one over tp overlaps the products of the next."""
+    """Chunks of rows; tp communication of one overlaps the products of the next."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the parameter is read as it is kept, and its gradient goes through autograd at once."""
+        """True if products read the parameter itself and autograd adds its gradient at once."""
         return self.weight_copy is None and self.deferred is None and self.fused_grad is None and not self.fp8
 
 
 class ComputesInHalf(nn.Module):
-    """A module with a ComputeState, which reads copies of its parameters where there are any."""
+    """A module with a ComputeState, whose parameter copies it reads if present."""
 
-    constant_sides: Mapping[str, str]  # of ParameterShard.constant_side
+    constant_sides: Mapping[str, str]  # see ParameterShard.constant_side
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.compute = ComputeState()
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Names of parameters whose copies are read; True if gradients pass through the copy. None here."""
+        """Names of parameters whose copies are read; True if gradients pass through the copy."""
         return {}
 
     def in_dtype(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a parameter in a dtype: its copy if there is one, but where a compiler fuses the cast."""
+        """Return a parameter in a dtype, by its copy unless a compiler fuses the cast."""
         parameter: Tensor = getattr(self, name)
         copy = None if torch.compiler.is_compiling() else getattr(self.compute, f"{name}_copy")
         return choose_copy(copy, parameter, dtype).to(dtype)
 
 
 def choose_copy(copy: Tensor | None, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the copy if it is of that dtype, else the parameter: inputs may be of another dtype."""
     return parameter if copy is None or copy.dtype != dtype else copy
 
 
 def is_cast_to_8_bits(layer: ComputesInHalf, name: str) -> bool:
-    """True if an `Operand` of a cached parameter is held too, of 2 bytes an element."""
+    """True if a cached parameter also has an 8-bit `Operand`, of 2 bytes an element."""
     return name == "weight" and layer.compute.fp8 and fits(*getattr(layer, name).shape)
 
 
 class _CastWithGrad(torch.autograd.Function):
-    """The copy in place of its parameter, whose gradient it casts as `to` would."""
+    """Use a copy in place of its parameter, and cast the gradient as `to` would."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
@@ -107,9 +105,9 @@ class _CastWithGrad(torch.autograd.Function):
 
 
 class CachedHalfParams:
-    """The parameters of modules that compute in half precision, cast, for as long as they do not change.
+    """Half-precision copies of modules' parameters, valid while these do not change.
 
-    Its copies take 2 bytes a parameter from the first use on.
+    The copies take 2 bytes a parameter from the first use on.
     """
 
     def __init__(self, modules: Iterable[object], dtype: torch.dtype) -> None:
@@ -124,17 +122,17 @@ class CachedHalfParams:
         self.copies: list[Tensor] = []
         self.depth = 0
         self.persistent = False
-        """True if CUDA graphs read the copies where they are, which takes a mark."""
+        """True if CUDA graphs read the copies, which then need static addresses."""
 
     def exclude(self, layers: Iterable[nn.Module]) -> None:
-        """Make no copies that only what is not compiled reads (`in_dtype`). Call before `cast_for_step`."""
+        """Skip copies that only uncompiled code reads (`in_dtype`). Call before `cast_for_step`."""
         compiled = {module for layer in layers for module in layer.modules()}
-        self.reads = [read for read in self.reads if not (read[2] and read[0] in compiled)]
+        self.reads = [entry for entry in self.reads if not (entry[2] and entry[0] in compiled)]
 
     def cast_for_step(self, *, trains: bool) -> None:
-        """Cast the parameters now; layers read the copies until the matching `release`.
+        """Cast the parameters; layers read the copies until the matching `release`.
 
-        Gradients pass through them if it `trains`: by one node a step, which each backward pass goes through.
+        With `trains` gradients pass through the copies: one node per step, shared by its backward passes.
         """
         self.depth += 1
         if self.depth > 1 or not self.reads:
@@ -147,13 +145,13 @@ class CachedHalfParams:
         torch._foreach_copy_(self.copies, [p.detach() for p in parameters])
         with torch.enable_grad():
             for (layer, name, passes_grad), p, copy in zip(self.reads, parameters, self.copies, strict=True):
-                read = _CastWithGrad.apply(p, copy) if passes_grad and trains else copy  # type: ignore[no-untyped-call]
-                setattr(layer.compute, f"{name}_copy", read)
+                tensor = _CastWithGrad.apply(p, copy) if passes_grad and trains else copy  # type: ignore[no-untyped-call]
+                setattr(layer.compute, f"{name}_copy", tensor)
                 if is_cast_to_8_bits(layer, name):
                     layer.compute.weight_8 = cast(copy, NARROW)
 
     def release(self) -> None:
-        """Drop the copies: parameters may change from here on."""
+        """Drop the copies: parameters may change again."""
         self.depth -= 1
         if self.depth == 0:
             for layer, name, _ in self.reads:
@@ -161,8 +159,7 @@ class CachedHalfParams:
                 layer.compute.weight_8 = None
 
     @contextmanager
-    def held(self, *, trains: bool) -> Iterator[None]:
-        """`cast_for_step` until the end of the block."""
+    def casting(self, *, trains: bool) -> Iterator[None]:
         self.cast_for_step(trains=trains)
         try:
             yield
@@ -178,18 +175,18 @@ def skip_compile(function: Callable[P, R]) -> Callable[P, R]:
 
     torch.compiler.disable at import would load the compiler, 1.6 s of processor time, in every command.
     """
-    chosen: list[Callable[..., R]] = [function]
-    _uncompiled.append(chosen)  # type: ignore[arg-type]
+    current: list[Callable[..., R]] = [function]
+    _uncompiled.append(current)  # type: ignore[arg-type]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return chosen[0](*args, **kwargs)
+        return current[0](*args, **kwargs)
 
     return call
 
 
 def prepare_to_compile() -> None:
-    """Keep torch.compile from the functions above. Call before compiling anything."""
+    """Disable torch.compile for functions of `skip_compile`. Call before any compilation."""
     while _uncompiled:
-        chosen = _uncompiled.pop()
-        chosen[0] = torch.compiler.disable(chosen[0])
+        current = _uncompiled.pop()
+        current[0] = torch.compiler.disable(current[0])

@@ -1,21 +1,20 @@
-"""Context parallelism: the tokens of a sequence that each rank holds, and causal attention over all of them.
+"""Context parallelism: the tokens of a sequence on each rank, and causal attention over all of them.
 
 A sequence is split into 2c pieces, and rank r holds pieces r and 2c - 1 - r in this order, so that causal
 attention costs every rank the same (arXiv:2407.21783, section 3.3.2).
 
-Each rank attends with its own queries. Keys and values of the others are gathered while it attends to its
-own; the results of the ranks' blocks are merged by their log-sum-exps, as in ring attention
-(arXiv:2310.01889). Nothing of other ranks is kept: backward gathers keys and values again, and
-reduce-scatters their gradients. Heads of keys and values are sent as they are, not repeated for the queries
-that share them. A rank sends 3 (c - 1) / c of all keys and values in a forward and a backward pass.
+Each rank attends with its queries. Keys and values of the other ranks are gathered while it attends to its
+local ones; the results are merged by their log-sum-exps, as in ring attention (arXiv:2310.01889). Gathered
+tensors are not saved: backward gathers keys and values again, and reduce-scatters their gradients. Heads of
+keys and values are not repeated for the queries that share them. A rank sends 3 (c - 1) / c of all keys and
+values in a forward and a backward pass.
 
-Of the blocks of rank r only its own is causal. The first of a rank's two pieces of a sequence is before the
-second, so all queries attend to the first piece of ranks before r and to nothing of the second; of the ranks
-after r both pieces are before the second piece of queries and after the first. Each of these blocks costs the
-same.
+Only the local block of rank r is causal. All queries attend to the first piece of ranks before r and not to
+their second; of ranks after r, the second piece of queries attends to both pieces and the first to none. Each
+of these blocks costs the same.
 
-With exact=N (exact.py) a sequence is split into more parts, whatever c is: each rank holds neighbouring ones,
-and attends as as many ranks would.
+With exact=N (exact.py) a sequence is split into more parts, independent of c: each rank holds consecutive
+parts and computes the blocks of as many ranks.
 
 Shapes: B micro-batch, n heads of queries, k heads of keys and values, S sequence, c = context-parallel size,
 L = S/c tokens of a rank, P = L/2, D head_dim.
@@ -36,12 +35,12 @@ from mlm.parallel.mesh import Axis
 
 
 def local_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
-    """This rank's part of what is there for each token along `dim`: S -> S/c."""
+    """This rank's tokens along `dim`: S -> S/c."""
     return x if cp.parts == 1 else _tokens_of(x, cp, dim)
 
 
 def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
-    """Positions in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
+    """Positions of this rank's tokens in a sequence of S = `length`: int64 [S/c]."""
     return local_tokens(torch.arange(length, device=device), cp, 0)
 
 
@@ -54,37 +53,37 @@ def _tokens_of(x: Tensor, cp: Axis, dim: int) -> Tensor:
     last = 2 * cp.parts - 1
     assert x.shape[dim] % (last + 1) == 0, f"{x.shape[dim]} tokens in {last + 1} pieces"
     pieces = x.chunk(last + 1, dim)
-    return torch.cat([pieces[i] for part in held_parts(cp) for i in (part, last - part)], dim)
+    return torch.cat([pieces[i] for part in local_parts(cp) for i in (part, last - part)], dim)
 
 
-def held_parts(cp: Axis) -> range:
-    """Parts of a sequence that this rank holds: one, or with exact=N some that as many ranks would."""
+def local_parts(cp: Axis) -> range:
+    """Parts of a sequence on this rank: one, or with exact=N several."""
     share = cp.parts // cp.size
     return range(cp.rank * share, (cp.rank + 1) * share)
 
 
 MOST_SCORES = 1 << 24
-"""Scores that `UnfusedKernel` makes at a time."""
+"""Scores that `UnfusedKernel` computes at a time."""
 
 Drop = Callable[[Tensor, range, Tensor, Tensor], Tensor]
-"""drop(probabilities [B, heads, rows, columns], heads, rows, columns): their dropout, by this rank's numbers
-of heads and the places of queries and keys in the sequence."""
+"""drop(probabilities [B, heads, rows, columns], heads, rows, columns): dropout by this rank's numbers of
+heads and the positions of queries and keys in the sequence."""
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Queries of one part of a sequence, and keys of one that some of them attend to."""
+    """Queries of one part of a sequence and keys of one part that they attend to."""
 
     target: int
     """Part of the queries."""
     source: int
     """Part of the keys."""
     rows: slice
-    """Of the target's tokens."""
+    """Queries, among the target's tokens."""
     columns: slice
-    """Of the source's tokens."""
+    """Keys, among the source's tokens."""
     causal: bool
-    """True for a part's own; in others each query attends to each key."""
+    """True if target and source are the same part; else each query attends to each key."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class GPUKernel:
 
 @dataclass(frozen=True)
 class UnfusedKernel:
-    """Attention by its formula: with a window, softcap, dropout, or where no kernel serves; as CPUKernel."""
+    """Unfused attention for windows, softcaps, dropout, and devices without a kernel; as CPUKernel."""
 
     parts: int
     """Parts of a sequence."""
@@ -156,7 +155,9 @@ class UnfusedKernel:
         for heads, shared in self._heads(q, k):
             scores, _ = self._scores(block, q[:, heads], k[:, shared])
             sums = torch.logsumexp(scores, -1)
-            p = torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None])  # of no keys: zeros
+            p = torch.exp(
+                scores - sums.masked_fill(sums == -math.inf, 0)[..., None]
+            )  # rows without keys: zeros
             if self.drop is not None:
                 p = p * self._factors(block, p, heads)
             y[:, heads] = (p.to(v.dtype) @ v[:, shared].unsqueeze(2)).flatten(1, 2)
@@ -215,7 +216,7 @@ class UnfusedKernel:
     ) -> tuple[Tensor, Tensor | None]:
         """[B, k, n/k, rows, columns], -inf where a query does not attend; and the softcap's derivative."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        if q.is_cpu:  # as in its fused kernel: rounded scores would be off by 2^-9 of themselves in bfloat16
+        if q.is_cpu:  # as in its fused kernel: bfloat16 would round scores by 2^-9
             q, k = q.to(dtype), k.to(dtype)
         scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(dtype)
         scores = scores * self.scores.factor(q.shape[-1])
@@ -292,18 +293,18 @@ class _ContextAttention(torch.autograd.Function):
         blocks = attention_blocks(cp, q.shape[2], window)
         queries = q.chunk(len(blocks), 2)
         parts = zip(blocks, *(x.chunk(len(blocks), 2) for x in (q, k, v)), strict=True)
-        results = [kernel.forward(own, *inputs) for (own, _), *inputs in parts]
+        results = [kernel.forward(local, *inputs) for (local, _), *inputs in parts]
         wide = torch.promote_types(q.dtype, torch.float32)
         results = [(y.to(wide), log_sum.contiguous()) for y, log_sum in results]
         gathered = None if gathering is None else _by_part(gathering.wait(), cp)
-        for (_, others), q_part, (y, log_sum) in zip(blocks, queries, results, strict=True):
-            for block in others:
+        for (_, remote), q_part, (y, log_sum) in zip(blocks, queries, results, strict=True):
+            for block in remote:
                 assert gathered is not None
                 keys, values = gathered[block.source][..., block.columns, :]
                 part = kernel.forward(block, q_part[:, :, block.rows], keys, values)
                 _merge(y[:, :, block.rows], log_sum[:, :, block.rows], *part)
         y, log_sum = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*results, strict=True))
-        if sinks is not None:  # of a value 0
+        if sinks is not None:  # their value is 0
             logits = sinks.to(log_sum.dtype)[:, None].expand(log_sum.shape)
             y.mul_(torch.sigmoid(log_sum - logits).unsqueeze(-1))
             log_sum = torch.logaddexp(log_sum, logits)
@@ -317,21 +318,21 @@ class _ContextAttention(torch.autograd.Function):
         q, k, v, y, log_sum, sinks = ctx.saved_tensors
         kernel, cp, d_sinks = ctx.kernel, ctx.cp, None
         if sinks is not None:
-            # of a softmax's gradient p (dp - sum of p dp), where dp is 0 and the sum is y dy
+            # softmax gradient p (dp - sum of p dp) with dp = 0 and the sum y dy
             p = torch.exp(sinks.to(log_sum.dtype)[:, None] - log_sum)  # [B, n, L]
             d_sinks = -(p * (dy * y).sum(-1, dtype=p.dtype)).sum((0, 2)).to(sinks.dtype)
         blocks = attention_blocks(cp, q.shape[2], ctx.window)
         if cp.parts == 1:
-            own = blocks[0][0]
-            return *kernel.backward(own, dy, q, k, v, y, log_sum), None, None, None, d_sinks
+            gradients = kernel.backward(blocks[0][0], dy, q, k, v, y, log_sum)
+            return *gradients, None, None, None, d_sinks
         gathering = start_all_gather(torch.stack([k, v]), cp)
         parts = list(zip(*(x.chunk(len(blocks), 2) for x in (dy, q, k, v, y, log_sum)), strict=True))
-        own_gradients = [kernel.backward(own, *part) for (own, _), part in zip(blocks, parts, strict=True)]
+        local_gradients = [kernel.backward(b[0], *part) for b, part in zip(blocks, parts, strict=True)]
         gathered, dqs, terms = _by_part(gathering.wait(), cp), list[Tensor](), list[Tensor]()
-        for (own, others), part, gradients in zip(blocks, parts, own_gradients, strict=True):
+        for (local, remote), part, gradients in zip(blocks, parts, local_gradients, strict=True):
             dq, term = gradients[0].to(log_sum.dtype), torch.zeros_like(gathered)
-            term[own.source, 0], term[own.source, 1] = gradients[1:]
-            for block in others:
+            term[local.source, 0], term[local.source, 1] = gradients[1:]
+            for block in remote:
                 keys, values = gathered[block.source][..., block.columns, :]
                 dy_rows, q_rows, _, _, y_rows, sums = (x[:, :, block.rows] for x in part)
                 dq_rows, *shared = kernel.backward(block, dy_rows, q_rows, keys, values, y_rows, sums)
@@ -353,23 +354,22 @@ def _by_part(gathered: Tensor, cp: Axis) -> Tensor:
 
 
 def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> list[tuple[KeyBlock, list[KeyBlock]]]:
-    """For each part of this rank's `tokens`: its own block, and the others that it attends to."""
-    held, everything = held_parts(cp), slice(None)
-    half, blocks = tokens // len(held) // 2, list[tuple[KeyBlock, list[KeyBlock]]]()
-    for target in held:
-        others = []
+    """Return the local block and the remote blocks of each part of this rank's `tokens`."""
+    targets, all_tokens = local_parts(cp), slice(None)
+    half, blocks = tokens // len(targets) // 2, list[tuple[KeyBlock, list[KeyBlock]]]()
+    for target in targets:
+        remote = []
         for source in range(cp.parts):
-            away = abs(source - target)
-            if away == 0 or 0 < window <= (away - 1) * half + 1:
+            distance = abs(source - target)
+            if distance == 0 or 0 < window <= (distance - 1) * half + 1:
                 continue
-            rows, columns = (everything, slice(half)) if source < target else (slice(half, None), everything)
-            others.append(KeyBlock(target, source, rows, columns, causal=False))
-        blocks.append((KeyBlock(target, target, everything, everything, causal=True), others))
+            rows, columns = (all_tokens, slice(half)) if source < target else (slice(half, None), all_tokens)
+            remote.append(KeyBlock(target, source, rows, columns, causal=False))
+        blocks.append((KeyBlock(target, target, all_tokens, all_tokens, causal=True), remote))
     return blocks
 
 
-def _merge(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
-    """Add the results of further keys, in place."""
-    total = torch.logaddexp(log_sum, other_sum)
-    y.mul_((log_sum - total).exp()[..., None]).add_(other * (other_sum - total).exp()[..., None])
+def _merge(y: Tensor, log_sum: Tensor, new_y: Tensor, new_log_sum: Tensor) -> None:
+    total = torch.logaddexp(log_sum, new_log_sum)
+    y.mul_((log_sum - total).exp()[..., None]).add_(new_y * (new_log_sum - total).exp()[..., None])
     log_sum.copy_(total)

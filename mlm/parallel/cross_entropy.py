@@ -1,12 +1,12 @@
 """Vocabulary projection and cross-entropy in one, over chunks of tokens, with the vocabulary split over tp.
 
-The logits of a micro-batch are V/H times its activations. Here only a chunk of them exists at a time: it is
+The logits of a micro-batch are V/H times its activations. Only a chunk of them exists at a time: it is
 projected, normalised, turned into its gradient in place and used for both gradient products, all in the
-forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient: until the
-backward pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.fuses_grad`).
+forward pass. Nothing is computed twice, and of size V only the weight's gradient is kept: until the backward
+pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.fuses_grad`).
 
-`differentiable_losses` serves objectives that are functions of sequences' likelihoods: each token's weight in
-the loss is known only later, so its logits are computed again in backward.
+`differentiable_losses` is for objectives that are functions of sequences' likelihoods: each token's weight in
+the loss is known later, so backward computes its logits again.
 
 Shapes: R rows (tokens, S * B), H hidden, V padded vocabulary, t = tensor-parallel size.
 """
@@ -22,7 +22,7 @@ from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.logits import (
     cap_logits,
-    compiled,
+    compiled_passes,
     is_argmax,
     loss_dtype,
     losses_and_gradient,
@@ -39,18 +39,18 @@ from mlm.parallel.matmul import (
 
 HALF = (torch.bfloat16, torch.float16)
 ORDERED = ("cpu",)
-"""Devices on which gradients are added in autograd's order, whatever that costs."""
+"""Devices on which gradients are always added in autograd's order."""
 CHUNK_BYTES = {"cpu": (64 if onednn_is_faster() else 256) << 20, "cuda": 1 << 30}
-"""Largest piece of float32 logits. CPU: smaller starves the products, larger falls out of the cache. With
-oneDNN's products on a Zen 5 256 rows at V=50,304 are best; with MKL's on an Intel Xeon 1,024 at H=768 take
-0.94 of the time of those. GPU: few chunks, as a small model's step waits for the host's launches."""
+"""Largest chunk of float32 logits. CPU: smaller chunks starve the products, larger ones leave the cache. With
+oneDNN on a Zen 5 256 rows at V=50,304 are best; with MKL on an Intel Xeon 1,024 rows at H=768 take 0.94 of
+the time of 256. GPU: few chunks, as a small model's step waits for the host's launches."""
 HALF_CHUNKS = (512 << 20) // CHUNK_BYTES["cpu"]
-"""Chunks of float32 logits whose rows make one of half-precision ones on a CPU: adding a chunk's gradient of
-the weight takes three passes over the weight there."""
+"""Float32 chunks whose rows form one half-precision chunk on a CPU, where adding a chunk's weight gradient
+takes three passes over the weight."""
 HALF_BLOCK_BYTES = 4 << 20
-"""Largest block of half-precision logits that are float32 at a time on a CPU: the passes over one find it in
-the cache. 2,048 rows at V=50,304 take a Zen 4 core 95 to 120 ms, and 140 to 150 in blocks of CHUNK_BYTES.
-Smaller is no faster, and over tp each block waits for the other ranks: 5 % of the loss's time in 2 MiB."""
+"""Largest block of half-precision logits that is float32 at a time on a CPU, so that it stays in the cache.
+2,048 rows at V=50,304 take a Zen 4 core 95 to 120 ms, and 140 to 150 in blocks of CHUNK_BYTES. Smaller blocks
+are not faster, and over tp each block waits for the other ranks: 5 % of the loss's time with 2 MiB."""
 OFF_LATTICE = 1.296875
 """Exact in bfloat16, and far from a power of two in the logarithm."""
 ENTERED = {"_CopyToTPBackward": "copy_to_tp", "_GatherSequenceBackward": "gather_sequence"}
@@ -67,7 +67,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return scale * sum of the losses of scored rows, logits = hidden @ table.weight^T. Differentiable once.
 
-    The gradient of `hidden` is summed over tp here: no `copy_to_tp` or `gather_sequence` goes before it.
+    The gradient of `hidden` is summed over tp here: do not apply `copy_to_tp` or `gather_sequence` before.
 
     Args:
         hidden: [R, H] replicated over tp; [R/t, H], this rank's rows, if the table is sequence-parallel.
@@ -80,7 +80,7 @@ def linear_cross_entropy(
         0-d float32 (float64 for float64 input).
 
     Raises:
-        ValueError: `hidden` has entered the region before, or has not as many rows as there are labels.
+        ValueError: `hidden` has already passed one of these, or its rows do not match the labels.
     """
     if table.exact_loss is not None:
         return table.exact_loss(hidden, labels, scale, None)[0]
@@ -157,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logit_factor, row_factor = split_scale(scale.to(dtype), hidden.dtype)
         kind = table.device_type or hidden.device.type
         rows, block_rows = chunk_rows(len(hidden), len(weight), kind, half=half, chunk_bytes=chunk_bytes)
-        passes = compiled() if table.compiled and half and bias is None and not counts_hits else None
+        passes = compiled_passes() if table.compiled and half and bias is None and not counts_hits else None
         buffer = hidden.new_empty((block_rows, len(weight)), dtype=dtype) if half and passes is None else None
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient), transposed at the end
         is_transposed, is_trained = uses_onednn(hidden, compute_weight), ctx.needs_input_grad[1]
@@ -184,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_weight = add_chunk(d_weight, d_logits, scaled_hidden, weight.dtype, is_transposed)
         if d_weight is not None and is_transposed:
             d_weight = d_weight.t().contiguous()
-        elif is_trained and d_weight is None:  # nothing to score
+        elif is_trained and d_weight is None:  # no rows
             d_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype))
         grad_factor: Tensor | None = row_factor if half else None  # d_weight has yet to be multiplied by it
         if fuses_grad and d_weight is not None:
@@ -287,12 +287,12 @@ def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
 
 
 def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two factors of `scale`: of float32 logits' gradients before their cast to `dtype`, and of what follows.
+    """Split `scale` into factors for logit gradients before their cast to `dtype` and for later products.
 
-    bfloat16 has eight bits. Rounded to it, the scale would be off by up to 0.4 %, for all gradients alike; so
-    would a product of bfloat16 numbers with a scale next to a power of two, as all would be rounded one way.
-    The first factor then moves such numbers elsewhere. It is exact in bfloat16, so that p - 1 of a label
-    whose p is small is not rounded one way either. In float16 all goes first, or small probabilities vanish.
+    bfloat16 has eight bits. Rounding the scale to it would change all gradients by up to 0.4 %; so would a
+    scale next to a power of two, which rounds all products in one direction. The first factor then avoids
+    these numbers. It is exact in bfloat16, so that p - 1 of a label with small p is not biased either. In
+    float16 the first factor is the full scale, or small probabilities would underflow.
     """
     one = torch.ones_like(scale)
     if dtype == torch.float16:
@@ -300,7 +300,8 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype != torch.bfloat16:
         return one, scale
     mantissa = torch.frexp(scale).mantissa  # in [0.5, 1)
-    is_near = ((mantissa > 0.5) & (mantissa < 0.5 * (1 + 2**-5))) | (mantissa > 1 - 2**-6)  # itself is exact
+    # a power of two itself is exact
+    is_near = ((mantissa > 0.5) & (mantissa < 0.5 * (1 + 2**-5))) | (mantissa > 1 - 2**-6)
     first = torch.where(is_near, OFF_LATTICE, one)
     return first, scale / first
 
@@ -308,11 +309,11 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def add_chunk(
     total: Tensor | None, d_logits: Tensor, hidden: Tensor, dtype: torch.dtype, is_transposed: bool
 ) -> Tensor:
-    """Add a chunk's part d_logits^T @ hidden of the weight's gradient: [V/t, H], [H, V/t] if transposed.
+    """Add a chunk's term d_logits^T @ hidden to the weight's gradient: [V/t, H], [H, V/t] if transposed.
 
-    The sum is in the dtype in which losses of weights of `dtype` are computed.
+    The sum has the dtype of losses for weights of `dtype`.
     """
-    if total is not None and not is_transposed:  # in its place, if the library can
+    if total is not None and not is_transposed:  # in place, if the library can
         add_weight_gradient(total, d_logits, hidden)
         return total
     if is_transposed:
@@ -323,7 +324,7 @@ def add_chunk(
 
 
 def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
-    """Add `factor` (0-d; None for 1) times `part` to a weight's gradient, which may keep or overwrite `part`.
+    """Add `factor` (0-d; None for 1) times `part`, which may be kept or overwritten, to a weight's gradient.
 
     On `ORDERED` devices the sum equals autograd's bit for bit; elsewhere it takes one pass over both.
     """
@@ -341,15 +342,15 @@ def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> No
 def chunk_rows(
     rows: int, columns: int, device: str, *, half: bool, chunk_bytes: int | None = None
 ) -> tuple[int, int]:
-    """Return the rows in a chunk of `rows` [columns] logits, and in a block of it: equal ones, but the last.
+    """Return the rows of a chunk of logits [rows, columns], and of a block of the chunk.
 
-    The products of a chunk are computed together. A block is float32 (float64 for float64 input); on a CPU it
-    is less than a chunk in half precision. `device` is a torch.device's type, `half` true for 16-bit input;
+    The products of a chunk are computed together. A block is float32 (float64 for float64 input), and smaller
+    than a chunk for half precision on a CPU. `device` is a torch.device's type, `half` true for 16-bit input;
     `chunk_bytes` overrides CHUNK_BYTES.
     """
 
     def even_part(rows: int, most: int) -> int:
-        """The least size of which as few parts hold `rows` as of size `most`."""
+        """Smallest part size that splits `rows` into as few parts as `most` does."""
         return math.ceil(rows / max(1, math.ceil(rows / most)))
 
     limit = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes

@@ -1,8 +1,8 @@
 """Dropout whose masks are a hash of (seed, sample, layer, site, row, column).
 
-No generator has a state that must be kept, restored or seeded. So a mask is the same at every layout and
-micro-batch size, compiled or not, on every device, and recomputed where it is needed again. The exception is
-attention in a fused kernel, which draws from its device's generator: `DropoutStream.seed_kernel`.
+Without generator state, a mask is the same at every layout and micro-batch size, compiled or not, on every
+device, and can be recomputed. The exception is attention in a fused kernel, which draws from its device's
+generator: `DropoutStream.seed_kernel`.
 
 The hash is the finaliser of MurmurHash3 (Appleby 2011, public domain), 32 bits for two neighbouring
 elements. Sixteen bits an element give a probability in steps of 2^-16; results are scaled by its own inverse.
@@ -22,16 +22,16 @@ FACTORS = -2048144789, -1028477387
 """0x85EBCA6B and 0xC2B2AE35 as int32."""
 STEPS = 1 << 16
 CHUNK = 1 << 17
-"""Hashes made at a time on a CPU: half a megabyte, so that all passes over them stay in the cache."""
+"""Hashes computed at a time on a CPU: half a megabyte stays in the cache."""
 
 
 def site_keys(sites: Iterable[tuple[int, str]]) -> Tensor:
-    """Keys of sites of dropout, each a layer's global number and a name in it: int32 [sites, 2]."""
+    """Keys of dropout sites (global layer number, name in the layer): int32 [sites, 2]."""
     return _keys(derive_seed("place", layer, name) for layer, name in sites)
 
 
 def sample_keys(seed: int, first: int, count: int) -> Tensor:
-    """Keys of samples `first` and on of a run: int32 [count, 2]."""
+    """Keys of `count` samples of a run from number `first`: int32 [count, 2]."""
     return _keys(derive_seed(seed, "dropout", first + i) for i in range(count))
 
 
@@ -57,7 +57,7 @@ def dropped_steps(p: float) -> int:
 
 
 def draw_keep_mask(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = None) -> Tensor:
-    """Draw masks: True for elements that stay, each with probability 1 - p.
+    """Draw masks: True for kept elements, each with probability 1 - p.
 
     Args:
         rows: int32 [...], numbers of the rows of elements.
@@ -99,7 +99,7 @@ def _keep_pairs(out: Tensor, rows: Tensor, keys: Tensor, p: float, stride: int) 
 
 
 def _keep_elements(rows: Tensor, keys: Tensor, columns: Tensor, p: float, stride: int) -> Tensor:
-    """Masks of some columns, int32, by one hash an element: all in one kernel of a compiler."""
+    """Masks of the columns `columns`, int32, by one hash an element: one kernel if compiled."""
     if columns.is_cpu and not torch.compiler.is_compiling() and len(columns) % 2 == 0:
         even, odd = columns.view(-1, 2).unbind(1)
         if torch.equal(odd, even | 1) and not (even & 1).any():  # halves of the same hashes
@@ -116,12 +116,12 @@ class DropoutStream:
     keys: Tensor
     """int32 [B, 2]: of each sample, on the device."""
     seed: int = 0
-    """For kernels that draw their own masks."""
+    """For kernels that draw masks from a generator."""
     split_parts: tuple[int, ...] = (0,)
-    """Whose masks such kernels draw inside the tensor-parallel regions: this tp rank's. Several: one process
-    draws what that many ranks would, each for its share of the heads."""
+    """tp ranks whose masks such kernels draw inside the tensor-parallel regions: this rank, or several that
+    one process stands for, each with a share of the heads."""
     sequence_rank: int = 0
-    """With sequence parallelism, whose rows of the sequence hidden states are."""
+    """With sequence parallelism, the tp rank whose rows of the sequence hidden states are."""
     positions: Tensor | None = None
     """With context parallelism, int32 [rows]: positions in the sequence of the rows of hidden states."""
 
@@ -137,9 +137,9 @@ class DropoutStream:
         sequence_rank: int = 0,
         positions: Tensor | None = None,
     ) -> "DropoutStream":
-        """The stream of `samples` samples, the first of which is number `first_sample` of the run.
+        """Stream of `samples` samples of a run from number `first_sample`.
 
-        `positions` int64 [rows], if hidden states are of those tokens of a sequence.
+        `positions` int64 [rows] are the tokens of the hidden states, if not all of a sequence.
         """
         keys = to_device(sample_keys(seed, first_sample, samples), device)
         if positions is not None:
@@ -155,7 +155,7 @@ class DropoutStream:
         return self._drop_rows(x, p, site_key, rows)
 
     def replicated(self, x: Tensor, p: float, site_key: Tensor) -> Tensor:
-        """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
+        """Dropout of activations [S, B, H] replicated over tp, also with sequence parallelism."""
         return self._drop_rows(x, p, site_key, torch.arange(x.shape[0], dtype=torch.int32, device=x.device))
 
     def _drop_rows(self, x: Tensor, p: float, site_key: Tensor, rows: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class DropoutStream:
             return x
         assert x.shape[:2] == (len(rows), len(self.keys)), f"{x.shape}: {len(rows)}, {len(self.keys)} masks"
         keep = draw_keep_mask(rows[:, None], (self.keys ^ site_key)[None], x.shape[-1], p)
-        return dropped(x, keep, p)
+        return apply_dropout(x, keep, p)
 
     def probabilities(
         self,
@@ -182,10 +182,10 @@ class DropoutStream:
             x: [B * N/t, rows, columns]; the heads of a sample are adjacent.
             p: probability of dropping.
             site_key: key of the layer's attention.
-            length: S, whatever part of the rows and columns is here.
+            length: S, also if `x` has a part of the rows and columns.
             first_head: global number of the first head.
             first_row: position in the sample of the first row and column.
-            sample: the sample that all of `x` is of; None for all of the micro-batch.
+            sample: the sample of `x`; None for all of the micro-batch.
         """
         if p == 0:
             return x
@@ -196,7 +196,7 @@ class DropoutStream:
         keep = draw_keep_mask(
             rows[None], (keys ^ site_key)[:, None], x.shape[2], p, length
         )  # [B, N/t * rows, columns]
-        return dropped(x, keep.view(x.shape), p)
+        return apply_dropout(x, keep.view(x.shape), p)
 
     def probabilities_at(
         self,
@@ -209,7 +209,7 @@ class DropoutStream:
         rows: Tensor,
         columns: Tensor,
     ) -> Tensor:
-        """Dropout of some attention probabilities of each sample: [B, heads, rows, columns].
+        """Dropout of a part of each sample's attention probabilities: [B, heads, rows, columns].
 
         `heads` are global numbers, `rows` and `columns` positions of queries and keys in the sequence of S =
         `length`; `p` and `site_key` as of `probabilities`.
@@ -217,24 +217,25 @@ class DropoutStream:
         first = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) * length
         keys = (self.keys ^ site_key)[:, None, None]  # [B, 1, 1, 2]
         keep = _keep_elements(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
-        return dropped(x, keep, p)
+        return apply_dropout(x, keep, p)
 
     def features(
         self, x: Tensor, p: float, site_key: Tensor, *, rows: Tensor, columns: range, width: int
     ) -> Tensor:
-        """Dropout of some features of activations, the same whoever holds the others: [rows, B, columns].
+        """Dropout of a part of the features, independent of their split over ranks: [rows, B, columns].
 
-        `rows` are int64 positions in the sequence, `columns` numbers of the `width` features of all ranks.
+        `rows` are int64 positions in the sequence, `columns` are numbers of the `width` features of all
+        ranks.
         """
         numbers = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=x.device)
         keys = (self.keys ^ site_key)[None]  # [1, B, 2]
-        return dropped(x, _keep_elements(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
+        return apply_dropout(x, _keep_elements(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
 
     @skip_compile
     def seed_kernel(self, layer: int, tp_rank: int) -> None:
         """Seed the device's default generator for the attention of global layer number `layer`.
 
-        Fused kernels take their numbers from there only. Does not synchronise.
+        Fused kernels draw from that generator only. Does not synchronise.
         """
         if self.keys.is_meta:  # shapes alone: nothing is drawn
             return
@@ -245,7 +246,7 @@ class DropoutStream:
         )
 
 
-def dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """`x` scaled where `keep`, else 0. Differentiable; a byte an element is kept for backward."""
+def apply_dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """Scale `x` where `keep`, else 0. Differentiable; saves a byte an element."""
     scale = STEPS / (STEPS - dropped_steps(p))  # so that the mean stays
     return torch.where(keep, x * scale, 0.0)

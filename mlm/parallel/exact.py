@@ -1,10 +1,10 @@
-"""Sums in one order at every layout: training whose bits no degree of tp, pp, dp or zero changes (exact=8).
+"""Sums in one order at every layout: training is bit-equal at any tp, pp, dp and zero (exact=8).
 
-A layout changes nothing but the order of sums. Here each sum over what a layout may split is a binary tree of
-`parts` terms, a power of two that tp and dp divide. A rank of t holds parts / t neighbouring terms: it adds
-its subtree, and the upper levels are added over ranks (`sum_over_ranks`). Each term comes from a call with
-the same shapes at every layout: a product of a layer is `parts` products, so that a library's choice of
-kernel cannot depend on the degree.
+A layout changes only the order of sums. Here each sum over a dimension that a layout may split is a binary
+tree of `parts` terms, a power of two that tp and dp divide. A rank of t holds parts / t neighbouring terms:
+it adds its subtree, and the upper levels are added over ranks (`sum_over_ranks`). Each term comes from a call
+with the same shapes at every layout: a layer is `parts` products, so that a library's choice of kernel cannot
+depend on the degree.
 
 Between the two layers of a split region activations are tuples of parts.
 
@@ -22,38 +22,37 @@ from torch import Tensor
 
 from mlm.parallel.collectives import all_reduce, all_to_all, gather_rows, reduce_scatter
 from mlm.parallel.compute_state import ComputeState, choose_copy
-from mlm.parallel.matmul import NEW_SHAPE_FLOPS, Runs, grouped_product, product, weight_gradient
+from mlm.parallel.matmul import NEW_SHAPE_FLOPS, GroupedRows, grouped_product, product, weight_gradient
 from mlm.parallel.mesh import Axis
 
 T = TypeVar("T")
 ROWS = 2048
-"""Rows of one product that sums over rows: of 8,192 in bfloat16 oneDNN splits the sum among four threads."""
+"""Rows of one product that sums over rows: oneDNN splits 8,192 bfloat16 rows among four threads."""
 
 
 class TreeSum:
-    """Sum of 2^k leaves by a binary tree of neighbours, as they come: log2(leaves) + 1 tensors are held."""
+    """Incremental sum of 2^k leaves by a binary tree of neighbours; keeps log2(leaves) + 1 tensors."""
 
     def __init__(self, leaf: int = 1) -> None:
         self.leaf = leaf
-        """Terms of a leaf, which are added as they come."""
+        """Terms of a leaf, added one after another."""
         self.count = 0
         self.sums: list[Tensor] = []
-        """Of subtrees, the largest first, and of the leaf that is open."""
+        """Sums of subtrees, the largest first, and of the incomplete leaf."""
 
     def add(self, x: Tensor) -> None:
-        """Add the next term; the tree may keep it, and overwrite it."""
+        """Add the next term; the tree may keep and overwrite it."""
         if self.count % self.leaf:
             self.sums[-1].add_(x)
         else:
             self.sums.append(x)
         self.count += 1
-        leaves, rest = divmod(self.count, self.leaf)
-        while not rest and leaves % 2 == 0:
+        leaves, remainder = divmod(self.count, self.leaf)
+        while not remainder and leaves % 2 == 0:
             last, leaves = self.sums.pop(), leaves // 2
             self.sums[-1].add_(last)
 
     def take(self) -> Tensor:
-        """Return the sum, which the tree forgets."""
         assert len(self.sums) == 1, "the leaves are a power of two"
         return self.sums.pop()
 
@@ -67,12 +66,12 @@ def tree_sum(terms: Iterable[Tensor], leaf: int = 1) -> Tensor:
 
 
 def farthest_first(terms: Sequence[T]) -> Sequence[T]:
-    """Order 2^k terms so that a tree of neighbours adds those first that are half of all apart."""
+    """Order 2^k terms so that a tree of neighbours first adds terms at half the total distance."""
     return terms if len(terms) <= 2 else [*farthest_first(terms[::2]), *farthest_first(terms[1::2])]
 
 
 def scatter_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
-    """The rows of this rank of the `tree_sum` of a tensor of each: [n, …] -> [n/size, …]."""
+    """This rank's rows of the `tree_sum` of all ranks' tensors: [n, …] -> [n/size, …]."""
     if axis.size <= 2:
         return reduce_scatter(x, axis)
     rows = [len(x) // axis.size] * axis.size
@@ -81,8 +80,8 @@ def scatter_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> 
 
 
 def sum_over_ranks(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
-    """`tree_sum` of a tensor of each rank of an axis: the sum on all of them. May overwrite `x`."""
-    if not x.numel():  # of an expert without rows
+    """`tree_sum` of the tensors of all ranks of an axis, on every rank. May overwrite `x`."""
+    if not x.numel():  # an expert without rows
         return x
     if axis.size <= 2:
         return all_reduce(x, axis)
@@ -107,26 +106,26 @@ def weight_gradient_of_rows(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor
 
 
 @dataclass(frozen=True)
-class Region:
-    """The ranks over which layers are split, and whether each holds a part of the sequence between layers.
+class ExactRegion:
+    """Ranks that split layers, and whether each holds a part of the sequence between layers.
 
-    Of the parts of a sequence over cp each is computed on its own; their terms of a weight's gradient are
-    neighbours in a tree, whose upper levels are added for each micro-batch (exact_gradients.py).
+    Each part of a sequence over cp is computed separately; their terms of a weight's gradient are neighbours
+    in a tree, whose upper levels are added for each micro-batch (exact_gradients.py).
     """
 
     tp: Axis
     sequence_parallel: bool
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     compute: ComputeState = field(default_factory=ComputeState)
-    """Of the layer: a copy of its weight, and weight gradients that a schedule defers."""
+    """State of the layer: weight copy and deferred weight gradients."""
     is_split: bool = True
-    """True for layers that tp splits, which see all rows. False for weights that all tp ranks hold: one term,
-    whose products are of parts of the sequence, with sequence parallelism of a rank's own rows."""
+    """True for layers that tp splits, which see all rows. False for replicated weights: one term, with a
+    product for each part of the sequence, or of the rank's rows with sequence parallelism."""
     rows_vary: bool = False
-    """True for an expert: oneDNN compiles a kernel for each number of rows."""
+    """True for experts: oneDNN compiles a kernel for each number of rows."""
 
     @property
-    def whole(self) -> "Region":
+    def unsplit(self) -> "ExactRegion":
         return replace(self, is_split=False)
 
     @property
@@ -138,7 +137,7 @@ class Region:
         return gather_rows(x, self.tp) if self.is_split and self.sequence_parallel else x
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sum this rank's subtree over tp: [S, …] -> [S, …], or this rank's rows of it. May overwrite `x`."""
+        """Sum this rank's subtree over tp: [S, …] -> [S, …], or this rank's rows. May overwrite `x`."""
         if not self.is_split:
             return x
         return (scatter_over_ranks if self.sequence_parallel else sum_over_ranks)(x, self.tp)
@@ -148,11 +147,11 @@ class Region:
         parts = self.cp.parts // self.cp.size
         if not self.is_split:
             parts *= self.tp.parts // (self.tp.size if self.sequence_parallel else 1)
-            parts = math.gcd(parts, len(x))  # a single row, as a pooler's, is one
+            parts = math.gcd(parts, len(x))  # a pooler's single row is one block
         return x.chunk(parts)
 
     def add_blocks(self, terms: Iterable[Tensor]) -> Tensor:
-        """Sum a term of each block, of all ranks that have other rows. Overwrites them."""
+        """Sum the terms of all blocks, on all ranks with different rows. Overwrites them."""
         total = tree_sum(terms)
         is_partial = self.sequence_parallel and not self.is_split
         return sum_over_ranks(total, self.tp) if is_partial else total
@@ -160,9 +159,9 @@ class Region:
     def products(self, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """Sum of x weight^T + bias over 2^k pairs: each [S/c, …, I], [O, I] -> [S/c, …, O]."""
         if self.rows_vary:
-            runs = Runs((len(xs[0]),))
+            runs = GroupedRows((len(xs[0]),))
             return tree_sum(grouped_product(x, w[None], runs) for x, w in zip(xs, weights, strict=True))
-        # the terms of a block are added while they are in the cache
+        # a block's terms are added while in the cache
         sums = [
             tree_sum(product(x, w, bias) for x, w in zip(block, weights, strict=True))
             for block in zip(*map(self.blocks, xs), strict=True)
@@ -183,9 +182,9 @@ class Region:
         return self.add_blocks(sum_of_rows(rows).unbind())
 
     def sum_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum over all ranks' heads, and this rank's tokens: [S, B, heads, D] -> [D].
+        """Sum over all ranks' heads and this rank's tokens: [S, B, heads, D] -> [D].
 
-        Heads are added first, of a part of the sequence over cp at a time: other ranks' parts come last.
+        Heads are added first, for one part of the sequence over cp at a time; parts of other ranks come last.
         """
         rows = self.cp.parts // self.cp.size, -1, x.shape[-1]
         terms = [sum_of_rows(part.to(dtype).reshape(rows)) for part in x.chunk(self.terms, 2)]
@@ -193,22 +192,22 @@ class Region:
 
 
 class Products(torch.autograd.Function):
-    """x weight^T + bias in parts, of which each is a product of its own.
+    """x weight^T + bias in parts, one product each.
 
-    By column x [S, B, I] becomes n of [S, B, O / parts]; by row n of [S, B, I / parts] become the sum over
-    all ranks' parts, [S, B, O], without a bias.
+    By column: x [S, B, I] -> n of [S, B, O / parts]. By row: n of [S, B, I / parts] -> the sum over all parts
+    of all ranks, [S, B, O], without a bias.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, region: Region, by_row: bool, *xs: Tensor
+        ctx: Any, weight: Tensor, bias: Tensor | None, region: ExactRegion, by_row: bool, *xs: Tensor
     ) -> Any:
         xs = tuple(x.contiguous() for x in xs)
         n, dtype = region.terms, xs[0].dtype
-        kept = choose_copy(region.compute.weight_copy, weight, dtype)
-        ctx.save_for_backward(kept, *xs)
+        stored = choose_copy(region.compute.weight_copy, weight, dtype)
+        ctx.save_for_backward(stored, *xs)
         ctx.region, ctx.by_row, ctx.leaf = region, by_row, weight
-        weights = _slices(kept, n, by_row, dtype)
+        weights = _slices(stored, n, by_row, dtype)
         if by_row:
             return region.reduce(region.products(xs, weights))
         x, biases = region.gather(xs[0]), [None] * n if bias is None else bias.to(dtype).chunk(n)
@@ -216,7 +215,7 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *xs = ctx.saved_tensors
+        stored, *xs = ctx.saved_tensors
         region, by_row, leaf, n = ctx.region, ctx.by_row, ctx.leaf, ctx.region.terms
         dys = [dy.contiguous() for dy in gradients]
         db = None
@@ -226,7 +225,7 @@ class Products(torch.autograd.Function):
             dys = [region.gather(dys[0])] * n
         dxs: list[Tensor | None] = [None] * len(xs)
         if any(ctx.needs_input_grad[4:]):
-            weights = [w.t() for w in _slices(kept, n, by_row, xs[0].dtype)]
+            weights = [w.t() for w in _slices(stored, n, by_row, xs[0].dtype)]
             if by_row:
                 dxs = [region.products([dy], [w]) for dy, w in zip(dys, weights, strict=True)]
             else:
@@ -250,12 +249,12 @@ class Products(torch.autograd.Function):
 
 
 def _slices(weight: Tensor, n: int, by_row: bool, dtype: torch.dtype) -> list[Tensor]:
-    """The weight of each part, [O, I] of [O, I] or of an expert's [2, F, I], laid out alike at every tp."""
+    """Contiguous weight of each part, [O, I], from [O, I] or an expert's [2, F, I]."""
     return [w.to(dtype).contiguous().flatten(0, -2) for w in weight.chunk(n, -1 if by_row else -2)]
 
 
 class WithGradient(torch.autograd.Function):
-    """y, which was computed from x without autograd; the gradient of x is `gradient(dy)`."""
+    """Return y, computed from x without autograd; the gradient of x is `gradient(dy)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gradient: Callable[[Tensor], Tensor | None]) -> Tensor:

@@ -23,7 +23,7 @@ FIXED_POINT = 2.0**38
 
 
 def leaf_order(micro_batches: int, dp: Axis) -> tuple[list[int], int]:
-    """The order in which a rank runs its micro-batches, and how many make a leaf.
+    """Order of a rank's micro-batches, and the number of them in a leaf.
 
     Micro-batch i of rank r is number i * dp + r of the step, in leaf (i * dp + r) modulo leaves. A level of
     the tree adds leaves whose numbers differ in one bit, the highest first: any dp ranks hold subtrees.
@@ -37,8 +37,8 @@ def leaf_order(micro_batches: int, dp: Axis) -> tuple[list[int], int]:
 def gradient_square(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Tensor:
     """Square of the gradient's norm, 0-d float64, the same at every layout.
 
-    Of each row and each part of its columns the squares are added, of a vector each is taken; those sums are
-    then whole numbers of units, whose order does not matter.
+    The squares of each row and part of its columns are added (each element of a vector alone); these sums are
+    rounded to whole numbers of units, whose order does not matter.
     """
     axes = (ctx.tp, ctx.pp, ctx.replicas)
     sums = [torch.zeros(1, dtype=torch.float64, device=shards[0].parameter.device)]
@@ -63,11 +63,11 @@ def gradient_square(shards: Sequence[ParameterShard], ctx: ParallelContext) -> T
 
 
 class TreeReducer:
-    """The Reducer of exact sums. With zero=2|3 `sharded` keeps the weights; their gradients are taken here.
+    """Reducer of exact sums. With zero=2|3 `sharded` holds the weights, and their gradients are added here.
 
-    A tied table's gradient is the sum of two trees, of the output layer and of its lookups, as in a pipeline;
-    an expert's of as many as there are sources of its rows. Over cp each micro-batch's are summed as they
-    come.
+    A tied table's gradient is the sum of two trees, for the output layer and for lookups, as in a pipeline;
+    an expert's has a tree for each source of its rows. Gradients of each micro-batch are summed over cp at
+    once.
     """
 
     def __init__(self, model: nn.Module, ctx: ParallelContext, *, zero: int, **options: Any) -> None:
@@ -75,17 +75,17 @@ class TreeReducer:
         self.cp, self.sync_late = ctx.cp, False
         self.sharded: Any = None
         if zero and ctx.replicas.group is not None:
-            # sums are not made in backward passes, and weights are cast where each rank's are without zero
+            # no sums in backward passes; weights are cast as without zero
             options |= {"late_weights": True, "compute_dtype": next(model.parameters()).dtype}
-            # kernels take the numbers of a vector sixteen at a time, and compute the rest in another way
-            whole = [p for p in model.parameters() if p.dim() == 1 and len(p) % (16 * ctx.replicas.size)]
-            options["replicated"] = [*options.get("replicated", ()), *whole]
+            # kernels process vectors sixteen elements at a time and remainders differently
+            unsplit = [p for p in model.parameters() if p.dim() == 1 and len(p) % (16 * ctx.replicas.size)]
+            options["replicated"] = [*options.get("replicated", ()), *unsplit]
             self.sharded = build_reducer(model, ctx.replicas, zero=zero, **options)
         self.slices = {} if self.sharded is None else dict(self.sharded.slices)
         by_axis = parameters_by_axis(model, ctx.dp).items()
         self.axes = {p: axis for axis, parameters in by_axis for p in parameters if p.requires_grad}
         self.leaf = 1
-        """Micro-batches of a leaf, in the step to come."""
+        """Micro-batches of a leaf in the next step."""
         self.trees: dict[nn.Parameter, dict[int, TreeSum]] = {}
         for p in self.axes.keys() - self.slices.keys():
             p.register_post_accumulate_grad_hook(self._take_gradient)
@@ -106,7 +106,7 @@ class TreeReducer:
         self.settle()
 
     def settle(self) -> None:
-        """Take in the gradients of sharded weights, which the newest pass left."""
+        """Add the gradients of sharded weights from the newest pass."""
         for weight in () if self.sharded is None else self.sharded.gathered_parameters():
             full = getattr(weight, "_unsharded_param", None)
             if full is not None and full.grad is not None:
@@ -114,14 +114,13 @@ class TreeReducer:
                 full.grad = None
 
     def _take_gradient(self, p: Tensor) -> None:
-        if p.grad is not None:  # hooks of what a pass puts off, or adds elsewhere, are called all the same
-            # its buffer is that of `sharded`, which writes the next micro-batch's there
+        if p.grad is not None:  # hooks also run for deferred gradients, and for those added elsewhere
+            # `sharded` writes the next micro-batch's gradient to the same buffer
             gradient = p.grad if self.sharded is None else p.grad.clone()
             self._add(p, 0, sum_over_ranks(gradient, self.cp))
             p.grad = None
 
     def _add(self, p: Tensor, number: int, gradient: Tensor) -> None:
-        """Add the gradient of a pass to a tree of a weight."""
         self.trees[p][number].add(gradient)  # type: ignore[index]
 
     def start_step(self) -> None:
@@ -136,7 +135,7 @@ class TreeReducer:
             self.sharded.drop_gathered()
 
     def finish(self) -> None:
-        """Sum over dp, and assign: all rows, or those of this rank."""
+        """Sum over dp and assign all rows, or this rank's."""
         self.settle()
         for p, trees in self.trees.items():
             sums = [trees[number].take() for number in sorted(trees)]

@@ -15,7 +15,7 @@ from mlm.parallel.collectives import all_gather
 from mlm.parallel.config import IGNORE_INDEX
 from mlm.parallel.cross_entropy import HALF, chunk_rows, split_scale
 from mlm.parallel.exact import (
-    Region,
+    ExactRegion,
     TreeSum,
     sum_of_rows,
     sum_over_ranks,
@@ -28,13 +28,13 @@ from mlm.parallel.matmul import product
 
 
 class ExactLoss(torch.autograd.Function):
-    """As `cross_entropy_and_hits`, hits 0 without a bias; no operator of tensor parallelism before it."""
+    """As `cross_entropy_and_hits`, hits 0 without a bias; apply no tensor-parallel operator before it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         table: VocabParallelEmbedding,
-        region: Region,
+        region: ExactRegion,
         weight: Tensor,
         hidden: Tensor,
         labels: Tensor,
@@ -48,7 +48,7 @@ class ExactLoss(torch.autograd.Function):
         full = region.gather(hidden)
         count = len(region.blocks(full)[0])
         size, _ = chunk_rows(count, len(weights[0]) * region.tp.parts, hidden.device.type, half=False)
-        trees = [TreeSum(leaf=-(-count // size)) for _ in range(n + 1)]  # of weights and of the bias
+        trees = [TreeSum(leaf=-(-count // size)) for _ in range(n + 1)]  # weights, then the bias
         d_hidden, losses, hits = list[Tensor](), list[Tensor](), torch.zeros_like(scale)
         chunks = (chain(*(part.split(size) for part in region.blocks(t))) for t in (full, labels))
         for x, targets in zip(*chunks, strict=True):
@@ -82,26 +82,26 @@ class ExactLoss(torch.autograd.Function):
 
 
 def _losses_and_gradient(
-    logits: list[Tensor], labels: Tensor, table: VocabParallelEmbedding, region: Region
+    logits: list[Tensor], labels: Tensor, table: VocabParallelEmbedding, region: ExactRegion
 ) -> Tensor:
     """Each row's loss [R], 0 where ignored; logits n of [R, w] become p - onehot(label)."""
     tp, n, (rows, width) = region.tp, len(logits), logits[0].shape
     numbers = logits[0].new_zeros(n + 1, rows)  # log-sum-exps of the parts, and the label's logit
-    labelled = list[tuple[Tensor, Tensor]]()
+    label_updates = list[list[Tensor]]()
     for i, p in enumerate(logits):
         first = table.first + i * width
         true = min(max(table.true_rows - first, 0), width)
         p[:, true:] = -math.inf  # padding takes no probability
         column = labels - first
-        found = label_logits(p, column.masked_fill((column < 0) | (column >= true), -1))
-        labelled.append(found[1:])
-        numbers[n] += found[0]
+        target, *update = label_logits(p, column.masked_fill((column < 0) | (column >= true), -1))
+        label_updates.append(update)
+        numbers[n] += target
         softmax_in_place(p, true, numbers[i])
     gathered = all_gather(numbers, tp)  # [t, n + 1, R]
     parts, target = gathered[:, :n].flatten(0, 1), gathered[:, n].sum(0)  # one of the targets is not 0
     largest = parts.amax(0)
     log_sum = tree_sum((parts - largest).exp_().unbind()).log_().add_(largest)
     shares = (parts - log_sum).exp_()[tp.rank * n :]  # [n, R]
-    for p, share, (index, minus_one) in zip(logits, shares, labelled, strict=False):
+    for p, share, (index, minus_one) in zip(logits, shares, label_updates, strict=False):
         p.mul_(share.unsqueeze(1)).scatter_add_(1, index, minus_one)
     return (log_sum - target).masked_fill_(labels == IGNORE_INDEX, 0.0)

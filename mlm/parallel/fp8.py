@@ -2,14 +2,14 @@
 
 Weights and activations are cast to E4M3 (three bits of mantissa), gradients to E5M2 (two), each with one
 scale that puts its largest magnitude at the format's largest number (arXiv:2209.05433, section 3). Scales are
-taken from the operand itself, not from earlier steps: nothing has to be kept or restored. Sums are float32; a
-forward product on a GPU takes its tensor cores' faster sums, of fewer bits.
+computed from the operand itself, not from earlier steps, so there is no state. Sums are float32; forward
+products on a GPU use the tensor cores' faster sums, of fewer bits.
 
 Tensor cores read both operands along the summed dimension, so a tensor of two products is cast in rows and in
-columns at once (`Operand`): x is kept for backward in 8 bits, and weights are cast once a step.
+columns at once (`Operand`): backward saves x in 8 bits, and weights are cast once a step.
 
-Shapes: R rows (tokens), x [R, I], weight [O, I], y [R, O]; products whose sizes are not multiples of 16,
-which tensor cores want, stay in the dtype of their operands.
+Shapes: R rows (tokens), x [R, I], weight [O, I], y [R, O]; products whose sizes are not multiples of 16, as
+tensor cores require, stay in the dtype of their operands.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from mlm.parallel import matmul
 
 NARROW, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12
-"""Smallest magnitude that a scale is made for: all zeros stay zeros."""
+"""Smallest magnitude for a scale, so that zeros stay zeros."""
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` in an 8-bit format, and the float32 scale [] that it has to be multiplied with.
+    """Cast `x` to an 8-bit format; return it and its float32 scale [].
 
-    Rounded once: the quotient is float32 where x is bfloat16, as a scale of one dimension makes it.
+    Rounded once: a scale of one dimension makes the quotient float32 for bfloat16 x.
     """
     scale = x.abs().amax().float().clamp(min=TINY) / torch.finfo(dtype).max
     return (x / scale.view(1)).to(dtype), scale
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Operand:
-    """`x` [R, C] in an 8-bit format, as `quantize`; by Triton in one pass, after a pass for its maximum."""
+    """Cast `x` [R, C] as `quantize`; by Triton in one pass after a pass for the maximum."""
     kernels = None if torch.compiler.is_compiling() else matmul.kernels_for(x)
     if kernels is not None:
         return Operand(*kernels.cast_both(x, dtype, TINY))

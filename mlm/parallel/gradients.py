@@ -1,10 +1,10 @@
 """Data-parallel gradient reduction: buckets summed over dp while backward still runs.
 
-Gradients live in flat buffers (a bucket each) that parameters' `.grad` are views of, so nothing is copied but
-the first gradient of a step, which overwrites the last step's: no pass sets buckets to zero.
-Buckets are filled in the order backward reaches them; on the last micro-batch the all-reduce of a bucket
-starts as soon as its last gradient has arrived: in the backward pass, or where a zero-bubble schedule puts
-weight gradients off, in the last batch of those. Earlier micro-batches only accumulate.
+Each bucket is a flat buffer, and parameters' `.grad` are views of it. Only the first gradient of a step is
+copied, over the last step's: no pass sets buckets to zero. Buckets are filled in the order of the backward
+pass; on the last micro-batch the all-reduce of a bucket starts with its last gradient: in the backward pass,
+or in the last batch of weight gradients that a zero-bubble schedule defers. Earlier micro-batches only
+accumulate.
 
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce
 from mlm.parallel.config import ZeroReduce
-from mlm.parallel.expert.router import Router
+from mlm.parallel.expert.router import routers
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import Reducer
 from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 
 BUCKET_BYTES = 25 << 20
-"""Large enough to use the wire well, small enough that the last one finishes soon after backward."""
+"""Large enough for bandwidth, small enough that the last one finishes soon after backward."""
 BUCKET_BYTES_PER_RANK = 4 << 20
-"""A ring passes a bucket on in as many pieces as it has ranks: small pieces cost latency alone."""
+"""A ring splits a bucket into one piece per rank; small pieces are bound by latency."""
 
 
 class _Bucket:
@@ -46,7 +46,7 @@ class _Bucket:
         for p, view in zip(self.parameters, self.views, strict=True):
             if p.grad is None:
                 p.grad = view.zero_()
-            elif p.grad is not view:  # set past autograd
+            elif p.grad is not view:  # assigned without autograd
                 p.grad = view.copy_(p.grad)
         self.work = start_all_reduce(self.flat, self.axis)
 
@@ -54,7 +54,7 @@ class _Bucket:
 class GradientReducer:
     """The Reducer of replicated parameters (zero=0): sums their gradients over the replicas of a model.
 
-    On an axis of one rank it communicates nothing. In a training loop of your own:
+    On an axis of one rank it communicates nothing. In a custom training loop:
 
         reducer = GradientReducer(model.parameters(), ctx.replicas)
         reducer.start_step()  # clears the gradients, in place of optimizer.zero_grad()
@@ -64,10 +64,10 @@ class GradientReducer:
         reducer.finish()
 
     Args:
-        parameters: those replicated over `dp`.
-        dp: axis that the sums go over.
+        parameters: parameters replicated over `dp`.
+        dp: axis of the sums.
         bucket_bytes: size of a message; the default grows with the ranks.
-        late: parameters whose gradients arrive outside backward passes.
+        late: parameters whose gradients are computed outside backward passes.
         keep_buffers: keep buffers on an axis of one rank, too.
         joined: parameters whose first gradient of a step is added to zeros, not written.
     """
@@ -89,7 +89,7 @@ class GradientReducer:
         self.add(parameters, dp)
 
     def add(self, parameters: Iterable[nn.Parameter], axis: Axis) -> None:
-        """Sum the gradients of further parameters, which are replicated over another axis."""
+        """Also sum the gradients of parameters replicated over another axis."""
         parameters = [p for p in parameters if p.requires_grad]
         if axis.size == 1 and not self.keep_buffers:
             self.unbuffered += parameters
@@ -114,7 +114,7 @@ class GradientReducer:
     def _take_gradient(self, bucket: _Bucket, view: Tensor, is_late: bool, p: Tensor) -> None:
         if p.grad is not None and p.grad is not view:  # the first of this step
             p.grad = view.copy_(p.grad)
-        # a backward pass that puts a gradient off, or adds it itself, calls its hook all the same
+        # hooks also run if a backward pass defers a gradient or adds it itself
         if self.sync_late if is_late else self.sync:
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -134,21 +134,24 @@ class GradientReducer:
         self.sync = self.sync_late = False
 
     def drop_gathered(self) -> None:
-        """Do nothing: each rank holds whole weights."""
+        """Do nothing: each rank holds full weights."""
 
     def settle(self) -> None:
-        """End a batch: gradients are added up where they are, in the parameters' dtype."""
+        """End a batch; gradients are already accumulated in the parameters' dtype."""
         self.sync_late = False
 
     def finish(self) -> None:
-        """Wait for the reductions; reduce buckets that some parameter's gradient never reached."""
+        """Wait for the reductions; first reduce buckets with missing gradients."""
         for bucket in self.buckets:
             if bucket.work is None:
                 bucket.reduce()
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
-            bucket.missing, bucket.work = len(bucket.parameters), None  # a loop may clear gradients itself
+            bucket.missing, bucket.work = (
+                len(bucket.parameters),
+                None,
+            )  # a custom loop may clear gradients itself
 
 
 def build_reducer(
@@ -165,29 +168,32 @@ def build_reducer(
     fuse_accumulation: bool = False,
     replicated: Sequence[nn.Parameter] = (),
 ) -> Reducer:
-    """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
+    """Build the reducer of a model's gradients over dp; zero=2|3 shards its parameters over dp.
 
     Call when the parameters have their initial values, before `parameter_shards`.
 
     Args:
         model: the model; its parameters may be replaced by shards.
         dp: data-parallel axis.
-        zero: 0 keeps all on each rank, 2 and 3 shard it. No effect on an axis of one rank.
-        compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
-        units: submodules to gather on their own, in the order they run.
+        zero: 0 replicates, 2 and 3 shard. No effect on an axis of one rank.
+        compute_dtype: dtype of activations, and of gathered weights if it is half precision.
+        units: submodules to gather separately, in the order they run.
         methods: names of methods other than `forward` that compute with the parameters.
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
-        late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
-        keep_buffers: keep gradients of one rank in buffers, as CUDA graphs own what they return.
+        late_weights: True if weight gradients are computed outside backward passes, before `settle`.
+        keep_buffers: keep gradients of one rank in buffers, as CUDA graphs own their outputs.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
-        replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them full.
+        replicated: trained parameters of a partly frozen model, which zero=2|3 does not shard.
     """
     weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     by_axis = parameters_by_axis(model, dp)
     is_sharded = zero > 0 and dp.group is not None
     if is_sharded:  # except for routers, `replicated` parameters and parameters of one rank alone
-        kept = {*replicated, *(p for m in model.modules() if isinstance(m, Router) for p in m.parameters())}
-        by_axis = {axis: [p for p in ps if p in kept or axis.group is None] for axis, ps in by_axis.items()}
+        unsharded = {*replicated, *(p for router in routers(model) for p in router.parameters())}
+        by_axis = {
+            axis: [p for p in parameters if p in unsharded or axis.group is None]
+            for axis, parameters in by_axis.items()
+        }
     full = {p for parameters in by_axis.values() for p in parameters}
     joined = full if keep_buffers else weights if fuse_accumulation else ()
     reducer = GradientReducer(
@@ -216,28 +222,27 @@ def build_reducer(
 def sum_replicated_gradients(
     shards: Sequence[ParameterShard], tp: Axis, *, sequence_parallel: bool = True
 ) -> None:
-    """Sum over tp the gradients of what several tp ranks hold, each its own term. One message for each kind.
+    """Sum partial gradients of replicated parameters over tp. One message for each kind.
 
-    With sequence parallelism each rank has seen its own rows of the sequence only (arXiv:2205.05198, section
-    4.2.2): norms, biases of row-parallel layers, positions. Without it too, norms inside heads and key-value
-    heads that several ranks share (arXiv:2305.13245) have the gradients of this rank's queries.
+    With sequence parallelism (arXiv:2205.05198, section 4.2.2) norms, biases of row-parallel layers and
+    positions have the gradients of this rank's rows. In any case, head norms and key-value heads that several
+    ranks share (arXiv:2305.13245) have the gradients of this rank's queries.
     """
     if tp.size == 1:
         return
     unsplit = [s for s in shards if s.tp_dim is None]
-    of_experts = [s for s in unsplit if s.experts is not None]  # adapters
-    if of_experts and of_experts[0].tp.size > 1:
-        _sum_gradients(of_experts, of_experts[0].tp)
-    rest = [s for s in unsplit if s.experts is None]
-    _sum_gradients([s for s in rest if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
+    adapters = [s for s in unsplit if s.experts is not None]  # of experts
+    if adapters and adapters[0].tp.size > 1:
+        _sum_gradients(adapters, adapters[0].tp)
+    dense = [s for s in unsplit if s.experts is None]
+    _sum_gradients([s for s in dense if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
     for replicas in sorted({s.replicas for s in shards if s.replicas > 1}):
         _sum_over_neighbours([s for s in shards if s.replicas == replicas], tp, replicas)
 
 
 def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:
     """Sum the token table's gradient over the first and the last pipeline stage, which both hold it."""
-    if tied.size > 1:
-        _sum_gradients([s for s in shards if isinstance(s.module, VocabParallelEmbedding)], tied)
+    _sum_gradients([s for s in shards if isinstance(s.module, VocabParallelEmbedding)], tied)
 
 
 def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
@@ -251,23 +256,22 @@ def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
 
 
 def _sum_over_neighbours(shards: Sequence[ParameterShard], tp: Axis, replicas: int) -> None:
-    """Sum gradients over each `replicas` neighbouring ranks: one sum over tp, in which each group has a row.
+    """Sum gradients over groups of `replicas` neighbouring ranks: one sum over tp with a row for each group.
 
-    All groups' parts are of one size: the rows of others are zeros here.
+    Groups have equal sizes; rows of other groups are zeros here.
     """
     grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
     if not grads:
         return
     flat = torch.cat([g.flatten() for g in grads])
     rows = flat.new_zeros(tp.size // replicas, len(flat))
-    own_row = rows[tp.rank // replicas]
-    own_row.copy_(flat)
+    group_row = rows[tp.rank // replicas]
+    group_row.copy_(flat)
     all_reduce(rows, tp)
-    torch._foreach_copy_(grads, _views(own_row, grads))
+    torch._foreach_copy_(grads, _views(group_row, grads))
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of consecutive parts of a flat tensor, of the shapes of other tensors."""
     parts = flat.split([x.numel() for x in like])
     return [part.view_as(x) for part, x in zip(parts, like, strict=True)]
 
@@ -276,10 +280,9 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
     """In the block, let the loss add the gradients of these tables in its forward passes.
 
-    Kept until the backward pass, it would take a matrix of the table's size for each micro-batch in flight.
-    Gradients must be cleared before, and each forward pass followed by one backward pass from a seed of 1. A
-    reduction may start in a chunk's last backward pass: all its forward passes are over then, and autograd
-    calls the hooks of a weight for which a backward pass returns nothing.
+    This saves a matrix of the table's size for each micro-batch in flight. Clear gradients before, and follow
+    each forward pass by one backward pass from a seed of 1. A reduction may start in a chunk's last backward
+    pass: all forward passes are over then, and autograd calls a weight's hooks even without a gradient.
     """
     tables = list(tables)
     for table in tables:

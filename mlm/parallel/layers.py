@@ -1,11 +1,11 @@
 """Tensor-parallel layers: linear layers split by column or by row, and the split token table.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3. With sequence parallelism (arXiv:2205.05198,
-section 4.2.2) what is replicated over tp below is split along S instead: [S/t, B, …] in place of [S, B, …].
+section 4.2.2) tensors replicated over tp below are split along S: [S/t, B, …] in place of [S, B, …].
 
-A layer's `state_dict` holds this rank's shard: save one file per tp rank and load it at the same tp. What any
-tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, from the shards that
-`parameter_shards` of mlm/parallel/sharding.py lists.
+A layer's `state_dict` holds this rank's shard: save one file per tp rank and load it at the same tp. For
+loading at any tp, `save_checkpoint` of mlm/checkpoint/native/save_load.py saves the shards of
+`parameter_shards` (mlm/parallel/sharding.py).
 
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
@@ -39,23 +39,22 @@ class FusedRows(NamedTuple):
     parts: int
     width: int
     are_heads: bool = False
-    """True if each block of `width` rows is of one attention head."""
+    """True if each block of `width` rows belongs to one attention head."""
 
 
 class TensorParallelLayer(ComputesInHalf):
     """A layer split over tp.
 
     Args:
-        sequence_parallel: split along S what is otherwise replicated over tp.
+        sequence_parallel: split replicated activations along S.
         init_std: standard deviation of the initial weights; biases are zero.
         init_seed: seed of the initial weights, which are equal at every tp. Layers of one seed and shape
-            start equal too: give each its own. None leaves them unset, for a caller who fills them
-            (`init_parameters`, a checkpoint).
+            start equal: use different seeds. None leaves weights unset (for `init_parameters`, a checkpoint).
     """
 
     weight: nn.Parameter
     replicas: int = 1
-    """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
+    """Neighbouring tp ranks with the same part, over which its gradient is summed."""
     fused_rows: FusedRows | None = None
     """Matrices that the rows of the weight interleave; None for one matrix."""
 
@@ -66,8 +65,8 @@ class TensorParallelLayer(ComputesInHalf):
         self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
         self.lora: nn.Module | None = None
 
-    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add to the layer's output `y` what its adapter (low_rank.py) makes of the input, if it has one."""
+    def add_adapter_output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add the adapter's output (low_rank.py), if any, to the layer's output `y`."""
         return y if self.lora is None else self.lora(x, y, self.weight, self.bias)
 
     def initialise(self, seed: int | None) -> None:
@@ -75,11 +74,11 @@ class TensorParallelLayer(ComputesInHalf):
             init_parameters(self, seed, self.tp)
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias: a layer's product gives their gradients itself."""
+        """Weight and bias, whose gradients the product returns."""
         return {"weight": False, "bias": False}
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in a dtype, without a gradient's way back."""
+        """Return the weight in a dtype, without autograd."""
         return choose_copy(self.compute.weight_copy, self.weight, dtype).to(dtype)
 
     def reduce_output(self, x: Tensor) -> Tensor:
@@ -89,10 +88,10 @@ class TensorParallelLayer(ComputesInHalf):
 
 
 class ColumnParallelLinear(TensorParallelLayer):
-    """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
+    """Linear layer split over its output features: y_i = x A_i + b_i, after the paper's f.
 
-    With `replicas` r each part is of r neighbouring ranks, so that O need only be divisible by t/r; the
-    gradients of its weights are then summed over them (`sum_replicated_gradients`).
+    With `replicas` r, r neighbouring ranks hold each part, so that t/r must divide O; weight gradients are
+    then summed over these ranks (`sum_replicated_gradients`).
 
     Shapes:
         x  [S, B, I]      replicated over tp
@@ -128,11 +127,11 @@ class ColumnParallelLinear(TensorParallelLayer):
         y = column_parallel_linear(
             x, self.weight, self.bias, self.tp, sequence_parallel=self.sequence_parallel, compute=self.compute
         )
-        return self.adapted(y, x)
+        return self.add_adapter_output(y, x)
 
 
 class RowParallelLinear(TensorParallelLayer):
-    """Linear layer split over its input features: y = sum_i x_i A_i + b, the paper's g after the products.
+    """Linear layer split over its input features: y = sum_i x_i A_i + b, with the paper's g for the sum.
 
     Shapes:
         x  [S, B, I/t]  this rank's input features
@@ -162,29 +161,29 @@ class RowParallelLinear(TensorParallelLayer):
         return f"in={self.weight.shape[1] * self.tp.size}, out={self.weight.shape[0]}, tp={self.tp.size}"
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Weight and bias, which is added outside the product where that is summed over tp."""
+        """Weight and bias; the bias is added outside the product if that is summed over tp."""
         return {"weight": False, "bias": self.tp.size > 1}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return self.adapted(linear(x, self.weight, self.bias, self.compute), x)
+            return self.add_adapter_output(linear(x, self.weight, self.bias, self.compute), x)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
-        # the bias joins after the sum, or it would be added t times
+        # add the bias after the sum, or it would be added t times
         if self.compute.overlap_chunks > 1 and rows % self.compute.overlap_chunks == 0:
             y = row_parallel_linear(
                 x, self.weight, self.tp, sequence_parallel=self.sequence_parallel, compute=self.compute
             )
         else:
             y = self.reduce_output(linear(x, self.weight, None, self.compute))
-        return self.adapted(y if self.bias is None else y + self.in_dtype("bias", x.dtype), x)
+        return self.add_adapter_output(y if self.bias is None else y + self.in_dtype("bias", x.dtype), x)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
+    """Token table split over its rows. Tokens of other ranks' rows give zeros, and g sums over ranks.
 
     Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token
-    reads them and the loss masks them. `is_tied_copy`: the last pipeline stage's copy, for the output layer;
-    the first stage's counts and is stored.
+    reads them and the loss masks them. `is_tied_copy` marks the last pipeline stage's copy for the output
+    layer; the first stage's table counts and is stored.
 
     Shapes:
         tokens  [S, B]     int64, replicated over tp
@@ -199,13 +198,13 @@ class VocabParallelEmbedding(TensorParallelLayer):
     exact_loss: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None = None
     """Loss and hits of hidden states, labels, scale and bias in one order at every layout (exact_loss.py)."""
     add_lookup: Callable[[Tensor], None] | None = None
-    """Receives the gradient of each lookup there (exact_gradients.py)."""
+    """Receives the gradient of each lookup with exact=N (exact_gradients.py)."""
     device_type: str | None = None
-    """Type of device whose sizes of chunks the loss takes; None for its tensors' own."""
+    """Device type whose chunk sizes the loss uses; None for the type of its tensors."""
     fuses_grad: bool = False
-    """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
-    would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU
-    the backward pass of a lookup adds the rows that were read there, too."""
+    """True if a forward pass of the loss adds the weight's gradient for a seed of 1 to `weight.grad`, so that
+    nothing of the table's size is saved for backward (`fuse_embedding_grad`). On a CPU the backward pass of a
+    lookup adds its rows there, too."""
 
     def __init__(
         self,
@@ -236,7 +235,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     @property
     def fuses_now(self) -> bool:
-        """True if a pass that begins adds to the gradient itself; one without gradients never does."""
+        """True if this pass adds to the gradient itself; needs gradients enabled."""
         return self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -255,8 +254,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
 def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
     """Return rows of a table, differentiable: [...] int64, [N, H] -> [..., H].
 
-    A table gathered in half precision (zero=2|3) has its gradient added up in float32: in bfloat16 the sum of
-    a CPU's own kernel stops growing, 87 % off for two rows read 8,192 times.
+    The gradient of a half-precision table (gathered by zero=2|3) is summed in float32: in bfloat16 the sum of
+    the CPU's kernel stops growing, 87 % off for two rows read 8,192 times.
     """
     if weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16):
         return _Lookup.apply(rows, weight, False)  # type: ignore[no-untyped-call, no-any-return]
@@ -264,7 +263,7 @@ def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """As `embedding_lookup`; with `into_grad` backward adds the rows that were read to `weight.grad`."""
+    """As `embedding_lookup`; with `into_grad` backward adds the gradients of the rows to `weight.grad`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, into_grad: bool) -> Tensor:
@@ -281,7 +280,7 @@ class _Lookup(torch.autograd.Function):
         dy = dy.flatten(0, -2).to(torch.promote_types(dy.dtype, torch.float32))
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        # each row's sum first, in the order of its tokens, as autograd has it
+        # each row's sum first, in the order of its tokens, as in autograd
         if ctx.size <= rows.numel():  # a small table: finding the rows takes longer than adding all
             weight.grad += sums_of(dy, rows.flatten(), ctx.size, -1, False)
         else:

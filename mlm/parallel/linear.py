@@ -1,17 +1,16 @@
-"""The differentiable linear map of all layers, with what tensor parallelism does around it.
+"""The differentiable linear map of all layers, with the communication of tensor parallelism.
 
-Parameters may be kept in float32 while activations are bfloat16 or float16: the weight is cast to the
-activations' dtype, by the caller or for each product, and its gradient comes back in the weight's dtype, so
-master weights, gradient accumulation and reduction stay in float32.
+Parameters may be float32 while activations are bfloat16 or float16: the weight is cast to the activations'
+dtype, by the caller or for each product, and its gradient has the weight's dtype, so master weights, gradient
+accumulation and reduction stay in float32.
 
-Where the layer is split by column, the input's gradient is summed over tp (operator f). Here that sum is
-under way while the weight's gradient is computed. With sequence parallelism the input is gathered along S
-before the product, and again in backward rather than kept, while the input's gradient is computed
-(arXiv:2205.05198, section 4.2.2).
+In a layer split by column, the input's gradient is summed over tp (operator f) while the weight's gradient is
+computed. With sequence parallelism the input is gathered along S before the product, and, instead of saving
+it, again in backward while the input's gradient is computed (arXiv:2205.05198, section 4.2.2).
 
-Gathers before a product and sums after it have nothing to overlap with, unless they are communicated in k
-parts of the sequence (`overlap_chunks`), each during the product of another. Only the first gather and the
-last sum are then waited for. Where ranks hold different rows, a part is of the rows of each.
+Gathers before a product and sums after it overlap with computation if they are communicated in k parts of the
+sequence (`overlap_chunks`), each during the product of another part. Only the first gather and the last sum
+are then exposed. If ranks hold different rows, a part has rows of each rank.
 
 Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O]; t = tensor-parallel size, k parts.
 """
@@ -37,7 +36,7 @@ from mlm.parallel.matmul import add_weight_gradient, bias_gradient, product, use
 from mlm.parallel.mesh import Axis
 
 DEFAULT_COMPUTE = ComputeState()
-"""Of a product on its own: nothing is deferred, fused or cast before."""
+"""Nothing is deferred, fused or cast before."""
 Product = Callable[[Tensor], Tensor]
 """[…, I] -> […, O], each row for itself."""
 
@@ -45,20 +44,19 @@ Product = Callable[[Tensor], Tensor]
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: ComputeState = DEFAULT_COMPUTE
 ) -> Tensor:
-    """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
+    """Return x weight^T + bias, differentiable; weight and bias may have a wider dtype than x.
 
-    With `compute.fused_grad` backward adds the weight's gradient to it, past autograd: no hook of the weight
-    hears of it.
+    With `compute.fused_grad` backward adds the weight's gradient to it, without autograd or hooks.
     """
     is_plain = compute.is_plain and x.dtype == weight.dtype and not uses_onednn(x, weight)
-    if is_plain and x.is_contiguous():  # of another PyTorch would keep a copy
-        return F.linear(x, weight, bias)  # the same products; a custom node takes as long as a small one
+    if is_plain and x.is_contiguous():  # PyTorch would save a copy of a strided input
+        return F.linear(x, weight, bias)  # same products without the overhead of a custom node
     apply: Callable[..., Tensor] = _apply if compute.deferred is None else _apply_uncompiled
     copies = compute.weight_copy, None if bias is None else compute.bias_copy
-    others = compute.deferred, compute.fused_grad
+    grads = compute.deferred, compute.fused_grad
     if compute.fp8 and in_fp8.fits(x.numel() // x.shape[-1], *weight.shape):
-        return apply(_Fp8Linear, x, weight, bias, *copies, compute.weight_8, *others)
-    return apply(_Linear, x, weight, bias, *copies, *others)
+        return apply(_Fp8Linear, x, weight, bias, *copies, compute.weight_8, *grads)
+    return apply(_Linear, x, weight, bias, *copies, *grads)
 
 
 def column_parallel_linear(
@@ -72,9 +70,8 @@ def column_parallel_linear(
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
-    With `sequence_parallel` x holds this rank's rows of the sequence, [S/t, B, I]. The gradient of x is
-    summed over tp. It is gathered and multiplied in `compute.overlap_chunks`, or at once if they do not
-    divide its rows.
+    With `sequence_parallel` x holds this rank's rows of the sequence, [S/t, B, I], which are gathered in
+    `compute.overlap_chunks`, or at once if these do not divide the rows. The gradient of x is summed over tp.
     """
     if tp.size == 1:
         return linear(x, weight, bias, compute)
@@ -91,10 +88,9 @@ def column_parallel_pair(
     sequence_parallel: bool,
     computes: tuple[ComputeState, ComputeState],
 ) -> tuple[Tensor, Tensor]:
-    """Two layers split by column of one input, as `column_parallel_linear`: queries, and keys with values.
+    """Two layers split by column with one input, as `column_parallel_linear`: queries, and keys with values.
 
-    The input is gathered once, as its gradient is summed once. The layers are apart because tensor-parallel
-    ranks hold different parts of each.
+    The input is gathered once, and its gradient is summed once.
     """
     if tp.size == 1:
         first, second = map(partial(linear, x), weights, biases, computes)
@@ -109,7 +105,7 @@ def row_parallel_linear(
 ) -> Tensor:
     """Sum over tp of the products of a layer split by row, in chunks: [S, B, I/t] -> [S, B, O].
 
-    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `compute.overlap_chunks` must divide them.
+    With `sequence_parallel` this rank's rows, [S/t, B, O]. `compute.overlap_chunks` must divide the rows.
     """
     apply: Callable[..., Tensor] = _apply if compute.deferred is None else _apply_uncompiled
     return apply(_RowParallel, x, weight, tp, sequence_parallel, compute)
@@ -120,7 +116,7 @@ def _apply(function: Any, *arguments: object) -> Any:
 
 
 _apply_uncompiled = skip_compile(_apply)
-"""Deferred products keep tensors, whose memory compiled code would use again."""
+"""Deferred products keep tensors, whose memory compiled code would reuse."""
 
 
 class _Linear(torch.autograd.Function):
@@ -135,12 +131,12 @@ class _Linear(torch.autograd.Function):
         deferred: DeferredWeightGrads | None,
         fused_grad: Tensor | None,
     ) -> Tensor:
-        # the weight as it is kept: a cast of our own is cheaper made twice than saved
+        # save the uncast weight: casting twice is cheaper than keeping a cast
         saved = choose_copy(weight_copy, weight, x.dtype)
         ctx.save_for_backward(x, saved)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.deferred, ctx.fp8, ctx.fused_grad = deferred, False, fused_grad
-        # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
+        # recomputation passes a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaves = None if deferred is None else [weight]
         offset = None if bias is None else choose_copy(bias_copy, bias, x.dtype).to(x.dtype)
         return product(x, saved.to(x.dtype), offset)
@@ -160,7 +156,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """`_Linear` of 8-bit operands, each cast once: x and dy for two products each, weights for a step."""
+    """`_Linear` of 8-bit operands, cast once: x and dy for two products each, weights for a step."""
 
     @staticmethod
     def forward(
@@ -177,7 +173,7 @@ class _Fp8Linear(torch.autograd.Function):
         x8, w8 = in_fp8.cast(x.reshape(-1, x.shape[-1]), in_fp8.NARROW), weight_8
         saved: list[Tensor] = []
         if w8 is None:
-            saved = [choose_copy(weight_copy, weight, x.dtype)]  # cast again in backward, not kept
+            saved = [choose_copy(weight_copy, weight, x.dtype)]  # cast again in backward
             w8 = in_fp8.cast(saved[0].to(x.dtype), in_fp8.NARROW)
         ctx.save_for_backward(x8.columns, x8.scale, *saved)
         ctx.weight_8, ctx.x_shape, ctx.deferred, ctx.fused_grad = weight_8, x.shape, deferred, fused_grad
@@ -220,17 +216,17 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Layers split by column of one input; `parameters` are all weights, then all biases."""
+    """Layers split by column with one input; `parameters` are all weights, then all biases."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        # not named above: without gradients Dynamo drops ctx where arguments are as many as names
-        tp, sequence_parallel, computes, *parameters = others
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        # unnamed: without gradients Dynamo drops ctx if arguments are as many as names
+        tp, sequence_parallel, computes, *parameters = arguments
         weights, biases = parameters[: len(computes)], parameters[len(computes) :]
         first = computes[0]
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
         ctx.deferred, ctx.fp8 = first.deferred, first.fp8
-        # a pair's gradients go through autograd
+        # gradients of a pair use autograd
         ctx.fused_grad = first.fused_grad if len(computes) == 1 else None
         ctx.leaves = None if ctx.deferred is None else weights
         ctx.dtype = weights[0].dtype
@@ -257,7 +253,7 @@ class _ColumnParallel(torch.autograd.Function):
             rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
             _defer_weight_gradients(ctx, x, rows, gather_over=ctx.tp if ctx.sequence_parallel else None)
             needs_weights = False
-        dx, *others = column_gradients(
+        dx, *dws = column_gradients(
             x,
             ctx.tp,
             list(gradients),
@@ -269,13 +265,13 @@ class _ColumnParallel(torch.autograd.Function):
             ctx.dtype,
             [needs_x, needs_weights, needs_bias],
         )
-        gives = [needs_weights and ctx.fused_grad is None] * len(weights) + [needs_bias] * len(weights)
-        results = [others.pop(0) if is_given else None for is_given in gives]
+        returned = [needs_weights and ctx.fused_grad is None] * len(weights) + [needs_bias] * len(weights)
+        results = [dws.pop(0) if is_returned else None for is_returned in returned]
         return dx if needs_x else None, None, None, None, *results
 
 
 class _RowParallel(torch.autograd.Function):
-    """x weight^T summed over tp, in parts whose sums are under way while the next is multiplied."""
+    """x weight^T summed over tp, in parts; the sum of one overlaps the product of the next."""
 
     @staticmethod
     def forward(
@@ -295,7 +291,7 @@ class _RowParallel(torch.autograd.Function):
         weight = weight.to(dy.dtype)  # once for all parts
         if ctx.gather_over is None:
             dx = _input_gradient(dy, weight, ctx.fp8, _operand(ctx.operands, 0))
-        else:  # the gathered gradient is kept: the weight's gradient is a product with all of it
+        else:  # keep the gathered gradient for the weight's gradient
             dy, dx = gathered_gradient(dy, ctx.gather_over, weight, ctx.operands, ctx.fp8, ctx.parts)
         rows, dw = dy.reshape(-1, dy.shape[-1]), None
         if ctx.needs_input_grad[1]:
@@ -307,7 +303,7 @@ class _RowParallel(torch.autograd.Function):
 
 
 def _operands(computes: Sequence[ComputeState]) -> list[Tensor]:
-    """Return the weights that were cast to 8 bits before, three tensors each; none unless all were."""
+    """Return the cached 8-bit weights, three tensors each; empty unless all are cached."""
     cast = [compute.weight_8 for compute in computes if compute.weight_8 is not None]
     return [x for operand in cast for x in operand] if len(cast) == len(computes) else []
 
@@ -333,7 +329,7 @@ def _input_gradient(dy: Tensor, weight: Tensor, fp8: bool, weight_8: in_fp8.Oper
 def _weight_gradient(
     x: Tensor, dtype: torch.dtype, fused_grad: Tensor | None, dy: Tensor, fp8: bool
 ) -> Tensor | None:
-    """Return the weight's gradient [O, I], from x […, I] and dy [rows, O]; None if it was added to a sum."""
+    """Return the weight's gradient [O, I] from x […, I] and dy [rows, O]; None if added to `fused_grad`."""
     x = x.reshape(-1, x.shape[-1])
     if fused_grad is not None:
         add_weight_gradient(fused_grad, dy, x)
@@ -344,7 +340,7 @@ def _weight_gradient(
 def _defer_weight_gradients(
     ctx: Any, x: Tensor, gradients: Sequence[Tensor], gather_over: Axis | None = None
 ) -> None:
-    """Leave the weights' gradients to a job, which gathers the rows of `x` again where ranks have parts."""
+    """Defer the weights' gradients to a job, which gathers the rows of `x` over `gather_over`, if any."""
     weights, fused_grad, fp8 = ctx.leaves, ctx.fused_grad, ctx.fp8
 
     @torch.no_grad()
@@ -353,7 +349,7 @@ def _defer_weight_gradients(
         for weight, dy in zip(weights, gradients, strict=True):
             dw = _weight_gradient(full, weight.dtype, fused_grad, dy, fp8)
             if dw is not None:
-                torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
+                torch.autograd.backward(weight, dw)  # adds to .grad and runs hooks
 
     ctx.deferred.jobs.append(run)
 
@@ -400,12 +396,12 @@ def gathered_products(
 
 
 def _column_gradient_shapes(
-    x: Tensor, _: Axis, gradients: list[Tensor], weights: list[Tensor], *others: Any
+    x: Tensor, _: Axis, gradients: list[Tensor], weights: list[Tensor], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    _, fused_grad, _, _, dtype, (needs_x, needs_weights, needs_bias) = others
+    _, fused_grad, _, _, dtype, (needs_x, needs_weights, needs_bias) = arguments
     dx = gradients[0].new_empty(x.shape if needs_x else 0)
-    given = weights if needs_weights and fused_grad is None else []
-    dw = [w.new_empty(w.shape, dtype=dtype) for w in given]
+    returned = weights if needs_weights and fused_grad is None else []
+    dw = [w.new_empty(w.shape, dtype=dtype) for w in returned]
     dw += [w.new_empty(w.shape[0], dtype=dtype) for w in weights if needs_bias]
     return dx, *dw, *(x.new_empty(0) for _ in range(4 - len(dw)))
 
@@ -429,7 +425,7 @@ def column_gradients(
     dtype: torch.dtype,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """Return dx, summed over tp, dW and db of one layer or two of one input; empty ones where none is needed.
+    """Return dx, summed over tp, and dW and db of one or two layers; empty tensors where not needed.
 
     x is gathered while dx is computed, and dx is summed while dW and db are. dW may be added to `fused_grad`.
     """
@@ -437,21 +433,21 @@ def column_gradients(
     gathering = start_all_gather(x, tp) if sequence_parallel and needs_weights else None
     dx, dw, summing = x.new_empty(0), [], None
     if needs_x:
-        dx, *others = (
+        dx, *terms = (
             _input_gradient(dy, w, fp8, _operand(operands, i))
             for i, (dy, w) in enumerate(zip(gradients, weights, strict=True))
         )
-        for other in others:
-            dx.add_(other)
+        for term in terms:
+            dx.add_(term)
         summing = (start_reduce_scatter if sequence_parallel else start_all_reduce)(dx, tp)
     rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]
     if needs_weights:
         full = x if gathering is None else gathering.wait()
         dw += [_weight_gradient(full, dtype, fused_grad, dy, fp8) for dy in rows]
     dw += [bias_gradient(dy, dtype) for dy in rows if needs_bias]
-    given = [each for each in dw if each is not None]
-    empty = (x.new_empty(0) for _ in range(4 - len(given)))
-    return dx if summing is None else summing.wait(), *given, *empty
+    returned = [gradient for gradient in dw if gradient is not None]
+    empty = (x.new_empty(0) for _ in range(4 - len(returned)))
+    return dx if summing is None else summing.wait(), *returned, *empty
 
 
 @traceable(
@@ -463,7 +459,7 @@ def column_gradients(
 def reduced_product(
     x: Tensor, tp: Axis, weight: Tensor, operands: list[Tensor], fp8: bool, scatters: bool, parts: int
 ) -> Tensor:
-    """Return the sum over tp of a product, or with `scatters` this rank's rows of it.
+    """Return the sum over tp of a product, or with `scatters` this rank's rows.
 
     [S, B, I/t] -> [S, B, O] or [S/t, B, O]; k divides S, or S/t.
     """
@@ -473,7 +469,7 @@ def reduced_product(
         pending = [start_reduce_scatter(multiply(part.flatten(0, 1)), tp) for part in rows]
     else:
         pending = [start_all_reduce(multiply(part), tp) for part in x.chunk(parts)]
-    return torch.cat([each.wait() for each in pending])
+    return torch.cat([part.wait() for part in pending])
 
 
 @traceable(

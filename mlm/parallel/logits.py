@@ -3,10 +3,9 @@
 Ranks exchange two numbers per token, two more where hits are counted, and never a logit (arXiv:1909.08053,
 section 3).
 
-Where a compiler is at hand, half-precision logits are read in two passes. PyTorch's kernels, one after the
-other, read and write some 34 bytes a logit for cast, largest, softmax, label, scale and cast; compiled,
-`log_sum_and_target` and `logits_gradient` read 2 bytes, then read 2 and write 2 (a compiler that makes two
-passes of a log-sum-exp reads 2 more).
+With a compiler, half-precision logits are read in two passes. PyTorch's kernels read and write some 34 bytes
+a logit for cast, maximum, softmax, label, scale and cast; compiled, `log_sum_and_target` and
+`logits_gradient` read 2 bytes, then read 2 and write 2 (2 more if a log-sum-exp takes two passes).
 
 Shapes: R rows (tokens), V padded vocabulary, t = tensor-parallel size.
 """
@@ -48,9 +47,9 @@ def losses_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss [R] (0 where ignored), and `factor` times its gradient [R, V/t] in the logits' dtype.
 
-    The gradient is of the logits before `cap_logits`. By the compiled `log_sum_and_target` and
-    `logits_gradient`, if they are the `passes`. Else in place, and in float32 and float64 without the factor.
-    Other arguments as of `softmax_and_loss`.
+    The gradient is of the logits before `cap_logits`. `passes` are the compiled `log_sum_and_target` and
+    `logits_gradient`; without them it is computed in place, for float32 and float64 without the factor. Other
+    arguments as of `softmax_and_loss`.
     """
     slope = softcap_slope(logits, table)  # before the logits are overwritten
     if passes is None:
@@ -78,12 +77,12 @@ def softmax_and_loss(
     """Replace this rank's logits by their softmax over the whole vocabulary; return each row's loss.
 
     Args:
-        logits: [R, V/t] in float32 or float64; overwritten. Of half precision with `buffer` and `factor`.
+        logits: [R, V/t] float32 or float64, half precision with `buffer` and `factor`; overwritten.
         labels: [R] int64 global token ids, or IGNORE_INDEX.
-        table: the vocabulary-parallel weight that gave the logits.
-        subtract_label: True leaves the loss's gradient instead, p - onehot(label).
-        buffer: [r, V/t] float32, through which the logits of half precision go r rows at a time.
-        factor: 0-d, multiplies what leaves the buffer before it is rounded.
+        table: the vocabulary-parallel weight of the logits.
+        subtract_label: True writes the loss's gradient instead, p - onehot(label).
+        buffer: [r, V/t] float32, in which r rows of half-precision logits are processed at a time.
+        factor: 0-d, multiplies the buffer before it is rounded.
 
     Returns:
         losses [R] (0 where ignored) in float32 or float64.
@@ -110,7 +109,7 @@ def softmax_and_loss(
             p.scatter_add_(1, block_index, block_minus_one)
         if buffer is not None:
             assert factor is not None
-            if p.is_cpu:  # its product that also casts is four times slower than the two passes
+            if p.is_cpu:  # a product that also casts is four times slower than two passes
                 block.copy_(p if factor.item() == 1.0 else p.mul_(factor))
             else:
                 torch.mul(p, factor, out=block)
@@ -118,7 +117,7 @@ def softmax_and_loss(
 
 
 def label_logits(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's logit at its column [R], 0 where that is -1; and columns and -1 to add there, [R, 1]."""
+    """Each row's logit at its column [R], 0 where that is -1; and index and value [R, 1] of its update."""
     index, is_here = column.clamp(min=0).unsqueeze(1), column >= 0
     target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(~is_here, 0.0)
     return target, index, is_here.to(target.dtype).neg_().unsqueeze(1)
@@ -126,18 +125,18 @@ def label_logits(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def softmax_in_place(p: Tensor, true: int, log_sum: Tensor) -> None:
     """Replace logits [R, W] by their softmax, and write log-sum-exps [R]; columns from `true` on are -inf."""
-    if true == 0:  # a shard of nothing but padding
+    if true == 0:  # a shard of padding only
         log_sum.fill_(-math.inf)
         p.zero_()
         return
     torch.amax(p, -1, out=log_sum)
     torch.softmax(p, -1, out=p)
-    # log-sum-exp from the largest probability, at least 1/V: no pass over the row is repeated
+    # log-sum-exp from the largest probability, at least 1/V, without another pass
     log_sum.sub_(p.amax(-1).log_())
 
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE_INDEX."""
+    """This shard's column of each label, -1 for labels of other shards and IGNORE_INDEX."""
     if table.tp.size == 1:
         return labels.clamp(min=-1)  # IGNORE_INDEX is negative, padding is not a label
     column = labels - table.first
@@ -145,20 +144,20 @@ def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
 
 
 def is_argmax(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """True if each row's label has the largest logit, of equals the lowest id: [R, V/t], [R] -> bool [R].
+    """True if a row's label has the largest logit (ties: lowest id): [R, V/t], [R] -> bool [R].
 
-    Ranks exchange their shard's largest logit and whether the label has it, never logits.
+    Ranks exchange their shard's largest logit and whether it is the label's, never logits.
     """
     true = table.true_local_rows
-    if true == 0:  # a shard of nothing but padding
+    if true == 0:  # a shard of padding only
         peak, best = logits.new_full(labels.shape, -math.inf), torch.zeros_like(labels, dtype=torch.bool)
     else:
-        peak, column = logits[:, :true].max(-1)  # the first of equals
+        peak, column = logits[:, :true].max(-1)  # the first of ties
         best = column + table.first == labels
     if table.tp.size == 1:
         return best
     parts = all_gather(torch.stack([peak, best.to(peak.dtype)]), table.tp)  # [t, 2, R]
-    winner = parts[:, 0].argmax(0, keepdim=True)  # the first of equals: lower ranks hold lower ids
+    winner = parts[:, 0].argmax(0, keepdim=True)  # the first of ties: lower ranks hold lower ids
     return parts[:, 1].gather(0, winner).squeeze(0) > 0
 
 
@@ -167,8 +166,8 @@ def loss_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @cache
-def compiled() -> tuple[LogSum, Gradient]:
-    """The two passes below, compiled; half-precision losses of compiled models take them."""
+def compiled_passes() -> tuple[LogSum, Gradient]:
+    """The two passes below, compiled, for half-precision losses of compiled models."""
     return torch.compile(log_sum_and_target), torch.compile(logits_gradient)
 
 
@@ -187,7 +186,7 @@ def logits_gradient(logits: Tensor, log_sum: Tensor, column: Tensor, factor: Ten
     Args:
         logits: [R, V/t] half.
         log_sum: [R] float32, over the whole vocabulary.
-        column: [R] int64, -1 where the label lives elsewhere.
+        column: [R] int64, -1 for labels of other shards.
         factor: 0-d float32.
         true: columns of this shard that belong to tokens.
     """

@@ -2,12 +2,12 @@
 
 Ranks exchange activations of width r. For a layer split by column, A is replicated and B split like the
 layer; for one split by row, A is split and B replicated. With sequence parallelism the replicated one sees
-this rank's rows of the sequence, and its gradient is summed over tp as a norm's is.
+this rank's rows of the sequence, and its gradient is summed over tp.
 
 A fused weight has an adapter for each part, so that queries and values may have one and keys none.
 
-A trained magnitude is what each row of W + s B A has more of a norm than W's (arXiv:2402.09353, equation 5);
-both norms are constants in backward (section 4.3).
+A trained magnitude is the difference between the norms of a row of W + s B A and of W (arXiv:2402.09353,
+equation 5); both norms are constants in backward (section 4.3).
 
 Shapes: S sequence, B micro-batch, I in, O out, r rank, P fused parts of which p have adapters, t =
 tensor-parallel size; of experts as in expert/experts.py.
@@ -27,7 +27,7 @@ from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.linear import linear
-from mlm.parallel.matmul import Runs
+from mlm.parallel.matmul import GroupedRows
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import shard_of
 
@@ -40,7 +40,7 @@ class WeightChange:
     magnitude: Tensor | None = None
 
     def apply_to(self, weight: Tensor, region: tuple[slice, ...], tp: Axis) -> Tensor:
-        """Return a region of the weight, changed; ranks of `tp` have other columns. Collective."""
+        """Return a changed region of the weight; ranks of `tp` have different columns. Collective."""
         changed = weight + self.change[region]
         if self.magnitude is None:
             return changed
@@ -57,13 +57,13 @@ class AdaptedRows:
     adapted: tuple[int, ...] = (0,)
 
     def place(self, adapted: Sequence[Tensor]) -> Tensor:
-        """Put values of adapted parts [..., block, size] in the weight's order, 0 for others: [..., O]."""
+        """Order values of adapted parts [..., block, size] as the weight, 0 for other parts: [..., O]."""
         values, zeros = dict(zip(self.adapted, adapted, strict=True)), torch.zeros_like(adapted[0])
         return torch.stack([values.get(part, zeros) for part in range(self.parts)], -2).flatten(-3)
 
 
 class LowRankAdapter(nn.Module):
-    """Adds s B A x, of this rank's output features, to the output of a linear layer; 0 at first, as B is.
+    """Adds s B A x, of this rank's output features, to the output of a linear layer; initially 0, like B.
 
     Args:
         layer: the layer that it adapts.
@@ -115,7 +115,7 @@ class LowRankAdapter(nn.Module):
         self.stream: DropoutStream | None = None
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `y`, what the layer of this input, weight and bias gives, with the adapter: of its shape."""
+        """Return the layer's output `y` for this input, weight and bias, with the adapter's output added."""
         if self.dropout and self.stream is not None:
             x = self.drop(x, self.stream)
         count = len(self.rows.adapted)
@@ -143,7 +143,7 @@ class LowRankAdapter(nn.Module):
         return factors * (y - offset + change) + offset
 
     def in_order(self, magnitude: Tensor) -> Tensor:
-        """Return magnitudes, ordered as the rows of B, as the weight's: [O/t], 0 for parts without."""
+        """Order magnitudes of B's rows as the weight's rows: [O/t], 0 for parts without adapters."""
         parts = magnitude.unflatten(0, (-1, len(self.rows.adapted), self.size))
         return self.rows.place(parts.unbind(1))
 
@@ -166,8 +166,8 @@ class LowRankAdapter(nn.Module):
 class ExpertAdapter(nn.Module):
     """Low-rank adapters of both weights of each of the e experts of a layer, without dropout.
 
-    In each expert a rank of its tp has a term of a sum, as of y: what is replicated over it, A of W1 and B of
-    W2, has a gradient that is summed over it.
+    Each rank of an expert's tp has a term of y, so gradients of replicated matrices, A of W1 and B of W2, are
+    summed over tp.
     """
 
     tp_dims: ClassVar[dict[str, int]] = {"up_b": 2, "down_a": 2}
@@ -177,34 +177,34 @@ class ExpertAdapter(nn.Module):
     def __init__(self, experts: Experts, *, rank: int, scale: float) -> None:
         super().__init__()
         self.scale, self.expert_axes = scale, experts.expert_axes
-        here, hidden, width = experts.down.shape
+        count, hidden, width = experts.down.shape
         self.init_stds = {
             "up_a": (3 * hidden) ** -0.5,
             "down_a": (3 * width * experts.expert_axes.tp.size) ** -0.5,
             **dict.fromkeys(("up_b", "down_b"), 0.0),
         }
-        self.up_a = nn.Parameter(torch.empty(here, rank, hidden))  # [e, r, H]
-        self.up_b = nn.Parameter(torch.zeros(here, 2, width, rank))  # [e, 2, F/t, r]
-        self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
-        self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
+        self.up_a = nn.Parameter(torch.empty(count, rank, hidden))  # [e, r, H]
+        self.up_b = nn.Parameter(torch.zeros(count, 2, width, rank))  # [e, 2, F/t, r]
+        self.down_a = nn.Parameter(torch.empty(count, rank, width))  # [e, r, F/t]
+        self.down_b = nn.Parameter(torch.zeros(count, hidden, rank))  # [e, H, r]
 
-    def term(self, x: Tensor, runs: Runs, weight: str) -> Tensor:
+    def term(self, x: Tensor, runs: GroupedRows, weight: str) -> Tensor:
         """Return the adapter's term of a weight, up or down, times x: [R, I] -> [R, O]."""
         a, b = (getattr(self, f"{weight}_{part}") for part in "ab")
         return grouped_linear(grouped_linear(x, a, runs) * self.scale, b, runs)
 
 
 def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: int) -> Tensor:
-    """Return s B A in the order of the layer's weight, [O, I], of whole A and B or a rank's."""
+    """Return s B A in the order of the layer's weight, [O, I], from full A and B or a rank's parts."""
     count = len(rows.adapted)
     products = b.unflatten(0, (-1, count, size)) @ a.unflatten(0, (count, -1))  # [block, p, size, I]
     return rows.place((scale * products).movedim(-1, 0).unbind(-2)).t()
 
 
 def row_factors(weight: Tensor, changed: Tensor, magnitude: Tensor, tp: Axis) -> Tensor:
-    """Return the factors that bring the norms of changed rows to W's plus `magnitude`: [O]. Collective.
+    """Return factors that scale changed rows to the norms of W plus `magnitude`: [O]. Collective.
 
-    Each rank of `tp` has some columns of both weights.
+    Ranks of `tp` have different columns of both weights.
     """
     with torch.no_grad():
         squares = torch.stack([weight.square().sum(1), changed.square().sum(1)])

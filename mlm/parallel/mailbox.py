@@ -1,11 +1,11 @@
-"""Messages between the two ranks of an axis on one host, through memory that both map.
+"""Messages between the two ranks of an axis on one host, through shared memory.
 
-gloo sends them through sockets: 1.5 MiB take it 1.9 ms, with four changes of thread, and 0.5 ms here.
+gloo sends them through sockets: 1.5 MiB take 1.9 ms, with four thread switches, and 0.5 ms here.
 
-The memory is an anonymous file: it has no name to collide or to be left behind, and is gone with the last of
-the two processes, however they end. Each rank has two slots for its messages. It fills one and then writes
-the message's length next to it; the other reads both and sets the length to 0. These orders are kept by x86
-processors alone, so that others use gloo.
+The memory is an anonymous file, which has no name and is freed with the last of the two processes, however
+they end. Each rank has two slots for its messages. It fills one and then writes the message's length next to
+it; the peer reads both and sets the length to 0. Only x86 keeps this order of writes; other processors use
+gloo.
 """
 
 import fcntl
@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 SLOT_BYTES = 16 << 20
-"""Largest message. Pages that no message reaches take no memory."""
+"""Largest message. Untouched pages take no memory."""
 HEADER_BYTES = 4096
-"""Lengths of the messages, each in a cache line of its own, and last a token that tells the file."""
+"""Lengths of the messages, each in a separate cache line, then a token that identifies the file."""
 NAME = "mlm-mailbox"
 IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
@@ -37,7 +37,7 @@ class Mailbox:
 
     def __init__(self, fd: int, rank: int, timeout_s: float) -> None:
         self.fd, self.rank, self.timeout_s = fd, rank, timeout_s
-        # Held until this process ends, in whatever way: the system's word for the other rank.
+        # Held until this process ends in any way, so that the other rank notices.
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = mmap.mmap(fd, HEADER_BYTES + 4 * SLOT_BYTES)
         self.lengths = memoryview(memory)[:HEADER_BYTES].cast("q", (2, 2, HEADER_BYTES // 32))
@@ -46,10 +46,12 @@ class Mailbox:
         weakref.finalize(self, os.close, fd)
 
     @torch.no_grad()
-    def start(self, x: Tensor, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> "Message | None":
-        """Send x, and let `take(target, y)` read the other rank's y, of the dtype and shape of target, later.
+    def start(
+        self, x: Tensor, target: Tensor, take: Callable[[Tensor, Tensor], Tensor]
+    ) -> "MailboxMessage | None":
+        """Send x; `wait` calls `take(target, y)` with the other rank's y of target's dtype and shape.
 
-        None where gloo is to do it: x is empty or too large, or the slot's last message is still waited for.
+        None if gloo must do it: x is empty or too large, or the slot's last message is still pending.
         """
         slot = self.count % 2
         if self.is_pending[slot] or not 0 < x.nbytes <= SLOT_BYTES:
@@ -58,7 +60,7 @@ class Mailbox:
         self.slots[self.rank, slot, : x.nbytes].view(x.dtype).view(x.shape).copy_(x)
         self.lengths[self.rank, slot, 0] = x.nbytes
         self.count, self.is_pending[slot] = self.count + 1, True
-        return Message(self, slot, target, take)
+        return MailboxMessage(self, slot, target, take)
 
     def wait_until(self, rank: int, slot: int, *, is_full: bool) -> None:
         """Wait until a slot of `rank` is full or empty. Raises RuntimeError if the peer ends, or late."""
@@ -68,7 +70,7 @@ class Mailbox:
             if turns < 1000:
                 os.sched_yield()
                 continue
-            # another rank that computes for long should have this processor
+            # leave the processor to ranks that compute
             time.sleep(50e-6 if turns < 3000 else 1e-3)
             if turns % 64:
                 continue
@@ -78,14 +80,14 @@ class Mailbox:
                 fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 - self.rank)
             except OSError:
                 continue
-            # the other process has ended, as its lock can be had: its last message may be there by now
+            # its lock is free, so the other process has ended, maybe after its last message
             if (lengths[rank, slot, 0] > 0) != is_full:
                 raise RuntimeError("shared memory: connection closed by peer")
 
 
 @dataclass(slots=True)
-class Message:
-    """A message under way in both directions."""
+class MailboxMessage:
+    """A pending message in both directions."""
 
     mailbox: Mailbox
     slot: int
@@ -105,10 +107,10 @@ class Message:
 
 
 def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | None:
-    """A mailbox for the two ranks of a gloo group, of which this is `rank`; None where there can be none.
+    """Open a mailbox for the two ranks of a gloo group, of which this is `rank`. Both ranks call this.
 
-    Both call it, and get one or none alike: on other systems, on two hosts, in containers that do not see
-    each other's processes, and where the system refuses an anonymous file there is none.
+    None on both ranks if they are on two hosts, on an unsupported system, in containers that do not see each
+    other's processes, or without anonymous files.
     """
     fd, mailbox = -1, None
     facts = torch.tensor([os.getpid(), fd, secrets.randbits(62)])
@@ -125,7 +127,7 @@ def open_mailbox(group: ProcessGroup, rank: int, timeout_s: float) -> Mailbox | 
         if IS_SUPPORTED and rank == 1:
             pid, pid_fd, token = facts.tolist()
             path = f"/proc/{pid}/fd/{pid_fd}"
-            # on another host something else may be there: it has another name, or another token
+            # on another host the path may be another file: check name and token
             if not os.readlink(path).startswith(f"/memfd:{NAME}"):
                 raise FileNotFoundError(path)
             fd = os.open(path, os.O_RDWR)

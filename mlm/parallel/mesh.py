@@ -1,12 +1,12 @@
 """Ranks and groups: this process's coordinates on the parallel axes.
 
-Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighbours (they talk most, so
-they share a node), then context-parallel, data-parallel, and pipeline stages:
+Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighbours (they communicate most,
+so they share a node), then context-parallel, data-parallel, and pipeline stages:
 rank = ((stage * d + data) * c + context) * t + tensor.
 
-Experts have axes of their own over the same ranks, folded as in Megatron Core (arXiv:2504.14960): the ep
-ranks that split them are neighbours in the order of the replicas (data, then context) of a tensor rank, or of
-all ranks of a stage where tp leaves experts whole.
+Experts have separate axes over the same ranks, folded as in Megatron Core (arXiv:2504.14960): the ep ranks
+that split them are neighbours among the replicas (data, then context) of a tensor rank, or among all ranks of
+a stage if tp does not split experts.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Axis:
     """One axis of the device mesh as this rank sees it.
 
-    `group` is None when the axis has one rank, or when nothing is to be communicated (shapes only).
+    `group` is None if the axis has one rank, or without communication (shapes only).
     """
 
     name: str
@@ -39,43 +39,43 @@ class Axis:
     ranks: tuple[int, ...] = ()
     """Global ranks along the axis, this one included; empty without a group."""
     watch: Watch = field(default_factory=Watch, compare=False)
-    """Notes what is waited for on the axis, so that a hang can be named."""
+    """Records waits on the axis, for reports of hangs."""
     through_host: bool = False
-    """True if tensors are copied to host memory and back around each communication: gloo sends and receives
-    nothing from device memory, and what else it takes from there differs by operation and PyTorch version."""
+    """True if tensors are copied to host memory and back around each communication: gloo does not send or
+    receive device memory, and its other operations differ by PyTorch version."""
     swaps: bool = False
-    """True if sums are made by sending each other whole tensors: between two ranks gloo's own are slower."""
+    """True if two ranks sum by exchanging whole tensors, which is faster than gloo's sums."""
     mailbox: Mailbox | None = field(default=None, compare=False)
-    """Memory that two ranks of one host send each other messages through."""
+    """Shared memory for messages between two ranks of one host."""
     exact_parts: int = 0
-    """Terms of each sum over what the axis splits, at every size of it (exact.py); 0: one for each rank."""
+    """Terms of each sum along the axis, at every size (exact.py); 0 means one per rank."""
 
     @property
     def parts(self) -> int:
-        """Equal parts that any rank's share is a whole number of."""
+        """Equal parts of a split tensor; each rank holds a whole number of them."""
         return self.exact_parts or self.size
 
 
 AXES: dict[str, Axis] = {}
-"""This rank's axes by the names of their groups, for operators of PyTorch, which take no objects."""
+"""This rank's axes by the names of their groups, for custom operators, which take no objects."""
 
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """Axes of the experts of a mixture, folded of the ranks of one pipeline stage."""
+    """Axes of a mixture's experts over the ranks of one pipeline stage."""
 
     ep: Axis = Axis("ep")
-    """Ranks that hold different experts and send each other tokens: neighbours among the replicas."""
+    """Ranks that hold different experts and exchange tokens: neighbours among the replicas."""
     tp: Axis = Axis("tp")
     """Ranks that split each expert: the tp ranks, or this one alone."""
     replicas: Axis | None = None
-    """Ranks that hold the same experts: their gradients are summed and their state is sharded over them.
-    None: those that hold the same part of the model."""
+    """Ranks that hold the same experts, for sums of gradients and sharding of state; None means the replicas
+    of the model."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Everything a module needs to know about the layout. Built once, passed as an argument."""
+    """The axes of a layout on this rank. Built once, passed as an argument."""
 
     tp: Axis = Axis("tp")
     pp: Axis = Axis("pp")
@@ -83,7 +83,7 @@ class ParallelContext:
     cp: Axis = Axis("cp")
     """Ranks that hold parts of the same sequences (mlm/parallel/context.py)."""
     dp_cp: Axis | None = None
-    """dp and cp as one axis; None where cp has one rank."""
+    """dp and cp as one axis; None if cp has one rank."""
     experts: ExpertAxes = ExpertAxes()
     """Axes of a mixture of experts."""
     tied: Axis = Axis("tied")
@@ -100,7 +100,7 @@ class ParallelContext:
 
     @property
     def replicas(self) -> Axis:
-        """Ranks that hold the same part of the model: gradients are summed and state is sharded over them."""
+        """Ranks with the same part of the model, for sums of gradients and sharding of state."""
         return self.dp if self.dp_cp is None else self.dp_cp
 
     @property
@@ -118,12 +118,12 @@ def shape_context(
     ep: int = 1,
     expert_tp: int | None = None,
 ) -> ParallelContext:
-    """The context of any rank of any layout without process groups: shapes right, no communication."""
+    """Context of any rank of any layout without process groups: correct shapes, no communication."""
     folds = folds_tp(tp, expert_tp)
     lines = _ranks_of_axes(
         torch.arange(tp * pp * dp * cp, device=CPU).view(pp, dp, cp, tp), ep=ep, folds=folds
     )
-    axes = {name: Axis(name) for name in lines}  # of one rank, where none of the groups has this one
+    axes = {name: Axis(name) for name in lines}  # one rank, unless a group has this rank
     for name, groups in lines.items():
         for line in groups.tolist():
             if rank in line:
@@ -144,11 +144,11 @@ def build_mesh(
     watch: Watch | None = None,
     host_backend: str = "gloo",
 ) -> ParallelContext:
-    """Make the process groups of a layout. Every rank of an initialised default group calls this.
+    """Create the process groups of a layout. Every rank of an initialised default group calls this.
 
-    `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of
-    `host_group`; "fake" lets one process be any rank of any layout.
-    Raises AssertionError if tp * cp * pp * dp is not the world size: configuration is checked before launch.
+    `watch` is the watchdog's, if any. `host_backend` is the backend of `host_group`; "fake" lets one process
+    be any rank of any layout. Raises AssertionError if tp * cp * pp * dp is not the world size: configuration
+    is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = f"tp={tp} * cp={cp} * pp={pp} * dp={dp}"
@@ -161,8 +161,8 @@ def build_mesh(
     }
     hosts = host_group(world_size, timeout_s, host_backend)
     if hosts is not None:
-        dist.barrier(hosts)  # gloo returns when this rank is connected: one that ended now would fail others
-    everyone = tuple(range(world_size)) if hosts is not None else ()
+        dist.barrier(hosts)  # gloo returns once this rank is connected; an early exit would fail other ranks
+    all_ranks = tuple(range(world_size)) if hosts is not None else ()
     return _context(
         axes,
         folds=folds,
@@ -170,24 +170,24 @@ def build_mesh(
         world_size=world_size,
         device=device,
         host_group=hosts,
-        world=Axis("world", rank, world_size, hosts, everyone, watch),
+        world=Axis("world", rank, world_size, hosts, all_ranks, watch),
         watch=watch,
     )
 
 
-def _context(axes: Mapping[str, Axis], *, folds: bool, **others: Any) -> ParallelContext:
-    """The context of a rank's axes; `folds` if the axes of experts hold tp ranks, too."""
+def _context(axes: Mapping[str, Axis], *, folds: bool, **fields: Any) -> ParallelContext:
+    """Build the context from axes and other `fields`; `folds` if the axes of experts include tp ranks."""
     experts = ExpertAxes(
         ep=axes.get("ep", Axis("ep")),
         tp=Axis("tp") if folds else axes["tp"],
         replicas=axes.get("expert_replicas"),
     )
-    rest: dict[str, Any] = {n: axis for n, axis in axes.items() if n not in ("ep", "expert_replicas")}
-    return ParallelContext(experts=experts, **rest, **others)
+    fields |= {name: axis for name, axis in axes.items() if name not in ("ep", "expert_replicas")}
+    return ParallelContext(experts=experts, **fields)
 
 
 def _ranks_of_axes(ranks: Tensor, *, ep: int, folds: bool) -> dict[str, Tensor]:
-    """The ranks of each group of each axis, [groups, size], of all ranks [pp, dp, cp, tp]."""
+    """Ranks of each group of each axis, [groups, size], from all ranks [pp, dp, cp, tp]."""
     pp, dp, cp, tp = ranks.shape
     lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 3, 0).reshape(-1, pp)}
     lines["dp"] = ranks.permute(0, 2, 3, 1).reshape(-1, dp)
@@ -204,14 +204,14 @@ def _ranks_of_axes(ranks: Tensor, *, ep: int, folds: bool) -> dict[str, Tensor]:
 
 
 def folds_tp(tp: int, expert_tp: int | None) -> bool:
-    """True if the tp ranks hold whole experts, so that the axes of experts are of them, too."""
+    """True if tp does not split experts, so that the axes of experts include tp ranks."""
     return tp > 1 and expert_tp == 1
 
 
 def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> ProcessGroup | None:
-    """A new group of all ranks for host memory; None when there is one rank. Every rank calls this.
+    """Create a group of all ranks for host memory; None for one rank. Every rank calls this.
 
-    A thread that communicates while the main one does needs a separate group.
+    A thread that communicates concurrently needs a separate group.
     """
     if world_size == 1:
         return None
@@ -222,15 +222,15 @@ def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> Proc
 def _make_axis(
     name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch, device: torch.device
 ) -> Axis:
-    """The axis `name` of this rank; every rank makes every group, in one order."""
+    """Create this rank's axis `name`; every rank creates every group, in one order."""
     axis, limit, options = Axis(name, watch=watch), timedelta(seconds=timeout_s), None
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # not in every build
     if nccl is not None and name == "tp" and device.type == "cuda" and dist.get_backend() == "nccl":
-        # The next layer waits for sums over tp: their kernels go before the kernels of a layer's weight
-        # gradients, which have the device to themselves otherwise.
+        # The next layer waits for sums over tp, so their kernels take precedence over the kernels of a
+        # layer's weight gradients, which otherwise fill the device.
         options = nccl.Options()
         options.is_high_priority_stream = True
-        options._timeout = limit  # PyTorch warns where it is not the group's
+        options._timeout = limit  # PyTorch warns if it differs from the group's
     for line in lines:
         if len(line) > 1:
             group = dist.new_group(line, timeout=limit, pg_options=options)

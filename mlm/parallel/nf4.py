@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits: NormalFloat of arXiv:2305.14314, section 3, by bitsandbytes.
 
 An element is one of 16 values, times a float32 scale that 64 consecutive elements of a row share: 4.5 bits.
-Products compute the weight again in the dtype of their input, forward and backward.
+Products dequantize the weight to the dtype of their input, forward and backward.
 """
 
 import logging
@@ -22,12 +22,12 @@ _form: ContextVar[str] = ContextVar("form of linear weights", default="none")
 
 
 class NF4Weight(torch.Tensor):
-    """A weight [O, I] that nothing trains, of dtype uint8 to PyTorch; `to` a float dtype computes it.
+    """A frozen weight [O, I], uint8 to PyTorch; `to` a float dtype dequantizes it.
 
     Attributes:
         packed: [O I / 2] uint8, two elements each.
         scales: [O I / 64] float32.
-        plain_dtype: dtype that it is rounded from.
+        plain_dtype: dtype of the weight before quantization.
     """
 
     packed: Tensor
@@ -46,7 +46,7 @@ class NF4Weight(torch.Tensor):
 
     @classmethod
     def empty(cls, rows: int, columns: int, dtype: torch.dtype) -> "NF4Weight":
-        """Return one to be rounded from a dtype, on the default device. Raises UserError for its columns."""
+        """Allocate a weight on the default device. Raises UserError if blocks do not divide the columns."""
         if columns % BLOCK:
             problem = f"a rank's weights have rows of {columns} elements, and blocks are of {BLOCK}"
             raise UserError(f"lora.quantize=nf4: {problem}: use a smaller tp, or lora.quantize=none")
@@ -58,15 +58,13 @@ class NF4Weight(torch.Tensor):
     def element_bytes(self) -> float:
         return 0.5 + 4 / BLOCK
 
-    def fill(self, weight: Tensor) -> None:
-        """Round a plain weight."""
+    def quantize(self, weight: Tensor) -> None:
         plain = weight.detach().to(self.packed.device, _kernel_dtype(self.plain_dtype)).contiguous()
         packed, state = _library().quantize_4bit(plain, quant_type="nf4", blocksize=BLOCK)
         self.packed.copy_(packed.flatten())
         self.scales.copy_(state.absmax)
 
-    def computed(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in a float dtype."""
+    def to_plain(self, dtype: torch.dtype) -> Tensor:
         if self.packed.is_meta:
             return torch.empty(self.shape, dtype=dtype, device="meta")
         state = _library().QuantState(
@@ -88,30 +86,30 @@ class NF4Weight(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(weight.packed, weight.scales, weight.shape, weight.plain_dtype)
         if func is torch.ops.aten._to_copy.default and (dtype := (kwargs or {}).get("dtype")) is not None:
-            return weight.computed(dtype)
+            return weight.to_plain(dtype)
         if func is torch.ops.aten.zero_.default:
             weight.scales.zero_()
             return weight
         raise TypeError(f"{func}: of a weight in 4 bits; compute it by to(dtype)")
 
 
-def held_tensors(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold a parameter: itself, or what 4 bits are packed in."""
+def storage_tensors(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that store a parameter: itself, or packed elements and scales."""
     return (weight.packed, weight.scales) if isinstance(weight, NF4Weight) else (weight,)
 
 
-def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a plain weight as it is in 4 bits, rounded from `dtype`."""
+def round_to_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantize a plain weight of `dtype` to 4 bits and dequantize it."""
     rows, columns = weight.shape
     with weight.device:
         in_four_bits = NF4Weight.empty(rows, columns, dtype)
-    in_four_bits.fill(weight)
-    return in_four_bits.computed(weight.dtype)
+    in_four_bits.quantize(weight)
+    return in_four_bits.to_plain(weight.dtype)
 
 
 @contextmanager
-def frozen_in(form: str) -> Iterator[None]:
-    """Make linear layers hold their weights in nf4, frozen; or plain ones in none."""
+def weight_format(form: str) -> Iterator[None]:
+    """In the block, create the weights of linear layers in `form`: frozen nf4, or plain for none."""
     token = _form.set(form)
     try:
         yield
@@ -120,7 +118,7 @@ def frozen_in(form: str) -> Iterator[None]:
 
 
 def linear_weight(rows: int, columns: int) -> nn.Parameter:
-    """Return a weight [rows, columns] that is to be filled."""
+    """Return an uninitialised weight [rows, columns]."""
     if _form.get() == "nf4":
         return nn.Parameter(NF4Weight.empty(rows, columns, torch.get_default_dtype()), requires_grad=False)
     return nn.Parameter(torch.empty(rows, columns))
@@ -132,7 +130,7 @@ def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _library() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each kernel that it could have
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # silences warnings on optional kernels
     return load_extra("bitsandbytes.functional", "lora.quantize=nf4", "nf4")
 
 

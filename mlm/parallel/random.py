@@ -1,8 +1,8 @@
-"""Random numbers as functions of (seed, name), so that no generator state has to be kept; initial weights.
+"""Random numbers as functions of (seed, name), without generator state; initial weights.
 
-Dropout masks (dropout.py) are drawn per sample and site, initial weights per parameter: each one's full
-tensor is a function of (seed, name), and a rank keeps its slice. Restarting, recomputing an activation or
-another layout then gives the same numbers without saving anything.
+Dropout masks (dropout.py) are drawn per sample and site, initial weights per parameter: each full tensor is a
+function of (seed, name), and a rank keeps its slice. Restarts, recomputation and other layouts give the same
+numbers without saved state.
 """
 
 import math
@@ -28,7 +28,7 @@ def derive_seed(*parts: int | str) -> int:
 def draw_normal(shape: tuple[int, ...], std: float, seed: int, rows: range | None = None) -> Tensor:
     """float32 N(0, std²) tensor of `shape` on the CPU; with `rows`, only those rows of it.
 
-    Drawn in blocks of rows with a seed each, so a rank that holds some rows draws little more than those.
+    Drawn in blocks of rows with a seed each, so that a rank draws little more than its rows.
     """
     rows = range(shape[0]) if rows is None else rows
     block = max(1, (1 << 18) // max(1, math.prod(shape[1:])))  # a function of the global shape alone
@@ -58,10 +58,10 @@ def init_parameters(model: nn.Module, seed: int, tp: Axis | None = None) -> None
 
 @torch.no_grad()
 def init_shard(shard: ParameterShard, seed: int) -> None:
-    """Fill a rank's part of one parameter with its initial value; one on the meta device has none."""
+    """Fill a rank's part of one parameter with its initial value, unless on the meta device."""
     if shard.parameter.is_meta:
         return
-    stds: dict[str, float] = getattr(shard.module, "init_stds", {})  # of a module with several
+    stds: dict[str, float] = getattr(shard.module, "init_stds", {})  # modules with several
     std = stds.get(shard.name.rpartition(".")[2], getattr(shard.module, "init_std", None))
     if shard.name.endswith("bias") or not shard.is_trained:
         shard.parameter.zero_()
@@ -72,7 +72,7 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
         shape, target = shard.global_shape, shard.without_padding(shard.parameter)
         shard.parameter.zero_()  # rows that pad the vocabulary
         first, count = shard.offset[0], target.shape[0]
-        block = max(1, (1 << 22) // max(1, math.prod(shape[1:])))  # bounds the memory of what others hold
+        block = max(1, (1 << 22) // max(1, math.prod(shape[1:])))  # bounds the memory of other ranks' columns
         for start in range(0, count, block):
             rows = range(first + start, first + min(start + block, count))
             drawn = draw_normal(shape, std, derive_seed(seed, shard.name), rows)

@@ -1,19 +1,19 @@
 """Sharded data parallelism: weights, gradients and optimizer state sharded over the dp axis (zero=2|3).
 
-Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is one unit, what is left another:
-a unit's rows are gathered in one message, while the unit before computes its first forward pass, and its
-gradients leave in one reduce-scatter: in the step's last micro-batch, until which each rank keeps the whole
-gradient in float32, or in every one (zero_reduce=every), which keeps 1/dp of it and sends it as many times.
-With zero=2 the gathered weights stay until the step's last backward pass; with zero=3 they are dropped after
-each pass and gathered again.
+Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is a unit, and so are all other
+parameters together. A unit's rows are gathered in one message, while the previous unit computes, and its
+gradients are reduce-scattered in one message: in the step's last micro-batch, until which each rank keeps the
+full gradient in float32, or in every one (zero_reduce=every), which keeps 1/dp of it. With zero=2 gathered
+weights stay until the step's last backward pass; with zero=3 they are dropped after each pass and gathered
+again.
 
-FSDP2 splits dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps them as DTensors.
-We expose their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
-clipping and checkpoints work on. Gathered weights and the gradients of one pass are of the compute dtype;
-they are added up over micro-batches and over ranks in the dtype of the rows.
+FSDP2 splits dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. Its DTensors' plain local
+tensors (`ParameterShard.parameter`), in float32 or float64, serve optimizer, clipping and checkpoints.
+Gathered weights and the gradients of one pass have the compute dtype; they are summed over micro-batches and
+ranks in the dtype of the rows.
 
-Experts are a unit of their own inside their layer, over the ranks that hold the same ones.
-Routers, which compute in float32, experts of one rank, and adapters are not sharded.
+Experts are a separate unit inside their layer, over the ranks that hold the same experts. Routers, which
+compute in float32, experts of one rank, and adapters are not sharded.
 
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
@@ -39,9 +39,9 @@ from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, replica_axis
 
 
 class ShardedReducer:
-    """Reducer that shards parameters over dp, but the `full` ones, which `replicated` reduces.
+    """Reducer that shards parameters over dp, except the `full` ones, which `replicated` reduces.
 
-    Other arguments as of `build_reducer`.
+    Other arguments as in `build_reducer`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardedReducer:
                 unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops, ignored_params=full
             )
             sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             sharded.set_custom_all_gather(_Collective(axis))  # type: ignore[arg-type]  # its base class is private
             sharded.set_custom_reduce_scatter(_Collective(axis))  # type: ignore[arg-type]
             return sharded
@@ -87,12 +87,12 @@ class ShardedReducer:
                 if isinstance(m, Experts) and not full & {*m.parameters(recurse=False)}  # adapters aside
             ]
             self.units += [shard(unit, dp, drops=zero == 3), *experts]
-        # what is left is used at both ends of the forward pass and next in backward: kept in between
+        # other parameters are used at both ends of the forward pass and first in backward: kept in between
         self.root: FSDPModule = shard(model, dp, drops=False)
-        # under way while what comes before computes, also where the host launches hardly faster than that
+        # prefetch during the previous unit, also if the host launches slowly
         for before, following in pairwise((self.root, *self.units)):
             before.set_modules_to_forward_prefetch([following])
-        # a compiled layer returns one; what the warning is about, in-place changes of it, we do not do
+        # compiled layers return views, which nothing changes in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for name in methods:
             register_fsdp_forward_method(model, name)
@@ -110,22 +110,24 @@ class ShardedReducer:
     @sync.setter
     def sync(self, value: bool) -> None:
         self.replicated.sync = value
-        value = value and not self.late_weights  # the rest would miss the reduction: `finish` does it all
+        value = (
+            value and not self.late_weights
+        )  # late gradients would miss the reduction; `finish` reduces all
         self._reduced |= value
-        # where weights come late, a pass has little to reduce: `settle` does it for both
+        # with late weights a pass has little to reduce: `settle` reduces both
         self._set_passes(reduce=value or (self.every and not self.late_weights), last=value)
 
     def _set_passes(self, *, reduce: bool, last: bool) -> None:
-        """Set what the backward passes from here on do: reduce, and drop gathered weights after the last."""
+        """Set if the next backward passes reduce gradients, and are the last, which drop gathered weights."""
         if (reduce, last) == self._passes:
             return
         self._passes = reduce, last
         self.root.set_requires_gradient_sync(reduce)
-        self.root.set_is_last_backward(reduce)  # frees what the reduce-scatter has read
+        self.root.set_is_last_backward(reduce)  # frees the reduce-scatter's input
         self.root.set_reshard_after_backward(last or not self.keeps_gathered)
 
     def start_step(self) -> None:
-        """Clear the gradients, and drop weights that an evaluation gathered."""
+        """Clear the gradients, and drop weights gathered by an evaluation."""
         self.replicated.start_step()
         for rows, dp_slice in self.slices:
             rows.grad = dp_slice.parameter.grad = None
@@ -137,18 +139,18 @@ class ShardedReducer:
             unit.reshard()
 
     def gathered_parameters(self) -> Iterator[Any]:
-        """FSDP2's parameters, whose gradients belong to full weights where passes do not reduce."""
+        """FSDP2's parameters; without reduction in backward passes they have gradients of full weights."""
         for unit in (*self.units, self.root):
             group = unit._get_fsdp_state()._fsdp_param_group
             yield from () if group is None else group.fsdp_params
 
     def settle(self) -> None:
         assert not self._reduced, "the step's gradients are already reduced"
-        self._take_in(reduce=self.every, last=False)
+        self._accumulate(reduce=self.every, last=False)
         self.sync = False
 
-    def _take_in(self, *, reduce: bool, last: bool) -> None:
-        """Add gradients to the sums of the rows' dtype, then reduce those: FSDP2 takes one dtype only."""
+    def _accumulate(self, *, reduce: bool, last: bool) -> None:
+        """Add gradients to the sums in the rows' dtype, then reduce these: FSDP2 supports one dtype only."""
         self._set_passes(reduce=False, last=False)
         _run_post_backward(self.root)
         if reduce:
@@ -158,7 +160,7 @@ class ShardedReducer:
     def finish(self) -> None:
         """Reduce if no backward pass did, and assign the sums to the parameters of `ParameterShard`."""
         if not self._reduced:
-            self._take_in(reduce=True, last=True)
+            self._accumulate(reduce=True, last=True)
             self._reduced = True
         for rows, dp_slice in self.slices:
             dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)
@@ -166,7 +168,7 @@ class ShardedReducer:
 
 
 def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:
-    """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
+    """Return FSDP2's parameters with views of their rows, and set DP_SLICES for `parameter_shards`."""
     slices: dict[nn.Parameter, DataParallelSlice] = {}
     for module in model.modules():
         sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
@@ -177,8 +179,8 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
             rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
             share = -(-parameter.shape[0] // axis.size)
             first = min(axis.rank * share, parameter.shape[0])
-            held = min(share, parameter.shape[0] - first)
-            assert rows.shape[0] == held, "FSDP2 splits otherwise than torch.chunk"
+            count = min(share, parameter.shape[0] - first)
+            assert rows.shape[0] == count, "FSDP2 does not split like torch.chunk"
             slices[parameter] = DataParallelSlice(rows, tuple(parameter.shape), first, axis)
         if sharded:
             setattr(module, DP_SLICES, {name: slices[p] for name, p in sharded.items()})
@@ -193,19 +195,19 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _run_post_backward(root: FSDPModule) -> None:
-    """Do as FSDP2 at the end of a backward pass, for gradients that came without one.
+    """Run FSDP2's end of a backward pass for gradients that were computed outside one.
 
-    Private API, there being no public one; torch.distributed.pipelining calls it too (stage.py, REDUCE_GRAD).
-    It adds gradients to the accumulated ones; with sync it reduces them, drops gathered weights and makes the
-    device's stream wait. The same in torch 2.11 to 2.13.
+    Private API without a public alternative, also used by torch.distributed.pipelining (stage.py).
+    It accumulates gradients; with sync it reduces them, drops gathered weights and makes the device's stream
+    wait. Unchanged in torch 2.11 to 2.13.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class _Collective:
-    """The all-gather or reduce-scatter that FSDP2 leaves to us, so that a hang in it can be named.
+    """Custom all-gather or reduce-scatter of FSDP2, for reports of hangs.
 
-    Called with FSDP2's arguments; when the call returns it is over for the device's current stream.
+    Called with FSDP2's arguments; complete on the device's current stream when the call returns.
     """
 
     def __init__(self, dp: Axis) -> None:

@@ -1,16 +1,16 @@
 """Parts of parameters that a rank holds.
 
-A module whose parameters are split declares it in a class-level map `tp_dims` (parameter name -> split dim);
-every other parameter is replicated over tp. With `replicas` r of the module, r neighbouring tp ranks hold the
-same part of the split ones, and its gradient is the sum over them; a replicated parameter whose gradient is
-this rank's term of a sum is marked by a true `is_partial`.
+A module with split parameters has a class-level map `tp_dims` (parameter name -> split dim); all other
+parameters are replicated over tp. With `replicas` r of the module, r neighbouring tp ranks hold the same part
+of split parameters, and sum its gradient; `is_partial` marks replicated parameters whose gradient is a rank's
+term of a sum.
 
-Experts are split over ep, too, along dim 0, and have replicas of their own: a module of them has
-`expert_axes`, whose tp (the ranks that split each expert) stands for the model's.
+Experts are also split over ep along dim 0, and have separate replicas: their module has `expert_axes`, whose
+tp (the ranks that split each expert) replaces the model's.
 
-A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
-number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
-sharded data parallelism (sharded.py) a rank holds some rows of its tensor-parallel part only: `DP_SLICES`.
+A vocabulary-sized parameter may have padding rows at its global end after `true_rows` of the module.
+`is_tied_copy` marks a module that duplicates another rank's parameters. With sharded data parallelism
+(sharded.py) a rank holds only a slice of the rows of its tensor-parallel part: `DP_SLICES`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,17 +31,17 @@ class DataParallelSlice:
     """The rows of a tensor-parallel part that one data-parallel rank holds."""
 
     parameter: nn.Parameter
-    """Those rows, a plain tensor; possibly none."""
+    """The rows, a plain tensor; possibly empty."""
     part_shape: tuple[int, ...]
     """Shape of the full tensor-parallel part."""
     first_row: int
-    """Their offset in that part."""
+    """Offset of the rows in that part."""
     dp: Axis
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter as this rank holds it: the region that optimizer and checkpoints work on."""
+    """This rank's region of a parameter, for optimizer and checkpoints."""
 
     name: str
     """Name in the full model, for instance layers.3.mlp.up.weight."""
@@ -50,14 +50,14 @@ class ParameterShard:
     module: nn.Module
     """The module it belongs to."""
     tp_dim: int | None
-    """Dim split over tp; None when every tp rank holds all of it."""
+    """Dim split over tp; None for a replicated parameter."""
     tp: Axis
     true_size: int | None = None
-    """Global size of tp_dim without padding; None when there is none."""
+    """Global size of tp_dim without padding; None without padding."""
     replicas: int = 1
-    """Neighbouring tp ranks that hold this part, where it is split: key-value heads fewer than tp."""
+    """Neighbouring tp ranks that hold this part of a split parameter: fewer key-value heads than tp."""
     dp_slice: DataParallelSlice | None = None
-    """Slice of dim 0 over the replicas; None when every one of them holds all of the tp part."""
+    """Slice of dim 0 over the replicas; None if each replica holds the full tp part."""
     experts: ExpertAxes | None = None
     """Axes of experts, whose dim 0 is split over their ep; None for every other parameter."""
 
@@ -76,19 +76,19 @@ class ParameterShard:
     def is_owner(self) -> bool:
         """True if this rank counts this part: every element has one owner among the ranks that split it.
 
-        Those are the tp ranks, and the dp ranks too if `dp_slice` shards it over them. Else each dp rank has
-        a replica, with its own owner. A tied copy never counts: its original does.
+        These are the tp ranks, and the dp ranks too if `dp_slice` is set; otherwise each replica has an
+        owner. A tied copy has none.
         """
         if getattr(self.module, "is_tied_copy", False):
             return False
         return self.tp.rank % (self.tp.size if self.tp_dim is None else self.replicas) == 0
 
     def replica_axis(self, replicas: Axis) -> Axis:
-        """The ranks that hold the same part, tp aside: `replicas` of the model, or of experts."""
+        """Ranks with the same part, tp aside: `replicas` of the model, or of experts."""
         return replica_axis(self.module, replicas)
 
     def is_stored(self, replicas: Axis) -> bool:
-        """True on the one rank of all that writes this part: the first of equal `replicas` of the model."""
+        """True on the one rank that writes this part: the first of equal `replicas` of the model."""
         return self.is_owner and (self.dp_slice is not None or self.replica_axis(replicas).rank == 0)
 
     @property
@@ -110,7 +110,7 @@ class ParameterShard:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Offset of this part in the full parameter; its end for a part of nothing but padding."""
+        """Offset of this part in the full parameter; the end for a part of padding only."""
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
             first[self.tp_dim] = self.tp.rank // self.replicas * self.part_shape[self.tp_dim]
@@ -123,7 +123,7 @@ class ParameterShard:
         return tuple(first)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """The true elements of a tensor laid out like this part (the parameter, its gradient, a moment)."""
+        """Remove padding from a tensor laid out like this part (parameter, gradient, moment)."""
         if self.tp_dim is None or self.true_size is None:
             return x
         true = min(self.true_size - self.offset[self.tp_dim], x.shape[self.tp_dim])
@@ -131,42 +131,42 @@ class ParameterShard:
 
 
 def replica_axis(module: nn.Module, replicas: Axis) -> Axis:
-    """The ranks that hold the same parameters of a module: `replicas` of the model, or of experts."""
+    """Ranks with the same parameters of a module: `replicas` of the model, or of experts."""
     axes: ExpertAxes | None = getattr(module, "expert_axes", None)
     return replicas if axes is None or axes.replicas is None else axes.replicas
 
 
 def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
-    """Every parameter of the model once (tied ones under their first name), in definition order."""
-    seen: set[int] = set()
+    """Yield each parameter of the model once (tied ones by their first name), in definition order."""
+    visited: set[int] = set()
     for prefix, module in model.named_modules():
         tp_dims: dict[str, int] = getattr(module, "tp_dims", {})
         slices: dict[str, DataParallelSlice] = getattr(module, DP_SLICES, {})
         for key, parameter in module.named_parameters(recurse=False):
             dp_slice = slices.get(key)
-            held = parameter if dp_slice is None else dp_slice.parameter
-            if id(held) in seen:
+            local = parameter if dp_slice is None else dp_slice.parameter
+            if id(local) in visited:
                 continue
-            seen.add(id(held))
+            visited.add(id(local))
             dim = tp_dims.get(key)
             true_size = getattr(module, "true_rows", None) if dim == 0 else None
             name = f"{prefix}.{key}" if prefix else key
             replicas = 1 if dim is None else getattr(module, "replicas", 1)
             experts: ExpertAxes | None = getattr(module, "expert_axes", None)
             ranks = tp if experts is None else experts.tp
-            yield ParameterShard(name, held, module, dim, ranks, true_size, replicas, dp_slice, experts)
+            yield ParameterShard(name, local, module, dim, ranks, true_size, replicas, dp_slice, experts)
 
 
 def parameters_by_axis(model: nn.Module, replicas: Axis) -> dict[Axis, list[nn.Parameter]]:
-    """The parameters of a model that is replicated over `replicas`, by the axis that replicates each."""
+    """Group the parameters of a model with these replicas by the axis that replicates each."""
     by_axis: dict[Axis, list[nn.Parameter]] = {replicas: []}
-    seen: set[nn.Parameter] = set()
+    visited: set[nn.Parameter] = set()
     for module in model.modules():
         axis = replica_axis(module, replicas)
         for parameter in module.parameters(recurse=False):
-            if parameter not in seen:
+            if parameter not in visited:
                 by_axis.setdefault(axis, []).append(parameter)
-                seen.add(parameter)
+                visited.add(parameter)
     return by_axis
 
 

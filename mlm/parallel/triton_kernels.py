@@ -1,7 +1,6 @@
-"""Triton kernels of what PyTorch computes in several passes on a GPU; `matmul.kernels_for` loads them.
+"""Triton kernels for operations that take several passes in PyTorch; `matmul.kernels_for` loads them.
 
-Rows are summed in float32, in the order of a token's choices, and by one program each: results repeat bit for
-bit.
+One program sums each token's rows in float32, in the order of its choices: results are deterministic.
 
 Shapes: T tokens, k slots (choices) a token, R rows, H hidden, E experts, e of this rank,
 F width of an expert, O outputs, I inputs.
@@ -38,7 +37,7 @@ def _sum_rows(x, rows, weights, out, hidden, K: tl.constexpr, WEIGHTED: tl.const
 def sum_rows(x: Tensor, rows: Tensor, per_token: int, weights: Tensor | None = None) -> Tensor:
     """Sum of each token's rows, times float32 weights [T, k] if any: [R, H], rows [T k] -> [T, H].
 
-    A slot whose row is negative has none.
+    Slots with a negative row are skipped.
     """
     x, tokens, hidden = x.contiguous(), len(rows) // per_token, x.shape[1]
     out = x.new_empty(tokens, hidden)
@@ -70,7 +69,7 @@ def combine_backward(d_out: Tensor, y: Tensor, weights: Tensor, slots: Tensor) -
     """Gradients of weighted rows and of their weights: [T, H], [R, H], [T, k], [R] -> [R, H], [T, k]."""
     d_out, y, weights, hidden = d_out.contiguous(), y.contiguous(), weights.contiguous(), y.shape[1]
     dy, d_weights = torch.empty_like(y), torch.empty_like(weights)
-    if len(y) < weights.numel():  # dropped choices have no row
+    if len(y) < weights.numel():  # dropped choices
         d_weights.zero_()
     if len(y):
         block = min(BLOCK, triton.next_power_of_2(hidden))
@@ -209,7 +208,7 @@ def _cast_both(x, peak, rows, columns, scale, height, width, tiny, LIMIT: tl.con
 
 
 def cast_both(x: Tensor, dtype: torch.dtype, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` [R, C] in an 8-bit format, its transpose, and the float32 scale [] of both."""
+    """Cast `x` [R, C] to an 8-bit format; return it, its transpose, and their float32 scale []."""
     x, (height, width) = x.contiguous(), x.shape
     peak = torch.linalg.vector_norm(x, float("inf"))
     rows = torch.empty(height, width, dtype=dtype, device=x.device)

@@ -1,8 +1,8 @@
-"""Waits of this rank, so that a hang can be named.
+"""Waits of this rank, for reports of hangs.
 
-Every communication waits inside `Watch.waiting`. A transport that gives up (gloo at its timeout, or when a
-peer's connection closes) raises there, and the error becomes a `LostPeer` of one line. A wait that outlives
-its limit without an error is found by the watchdog (mlm/launch/failure.py), which asks `Watch.overdue`.
+Every communication waits inside `Watch.waiting`. If the transport fails there (gloo at its timeout, or when a
+peer's connection closes), the error becomes a `LostPeer` of one line. The watchdog (mlm/launch/failure.py)
+finds waits beyond their limit by `Watch.overdue`.
 
 On CUDA a wait returns at once and the stream waits instead: `Watch.follow` keeps an event per communication
 until the watchdog sees it done.
@@ -27,11 +27,11 @@ TRANSPORT = (
 
 
 class LostPeer(RuntimeError):  # noqa: N818 - names the problem
-    """Another rank did not do its part of a communication. The message is one line for the user."""
+    """Another rank failed in a communication. The message is one line for the user."""
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """True if the exception came from the transport between ranks: usually because another rank is gone."""
+    """True if the exception came from the transport between ranks, usually after the loss of a rank."""
     if isinstance(error, LostPeer) or any(base.__name__ == "DistError" for base in type(error).__mro__):
         return True  # DistError is torch.distributed's own
     text = str(error).lower()
@@ -47,7 +47,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A communication that this rank waits for; a context manager around the wait."""
+    """A context manager around the wait for a communication."""
 
     watch: "Watch"
     op: str
@@ -57,7 +57,7 @@ class Wait:
     step: int
     since: float = 0.0
     done: Callable[[], bool] | None = None
-    """Of one that the device waits for: whether it is over."""
+    """For a wait of the device: returns True when it is over."""
 
     def __enter__(self) -> None:
         self.since = time.monotonic()
@@ -76,16 +76,16 @@ class Wait:
         raise self.lost(f"broke: {self._peers()} gone") from error
 
     def unfinished(self) -> LostPeer:
-        own = self.done is None and math.isfinite(self.limit_s)
-        limit_s = self.limit_s if own else self.watch.timeout_s
+        has_limit = self.done is None and math.isfinite(self.limit_s)
+        limit_s = self.limit_s if has_limit else self.watch.timeout_s
         limit = f"{limit_s:g} s" + f" ({self.watch.setting})" * (limit_s == self.watch.timeout_s)
         return self.lost(f"did not finish in {limit}: {self._peers()} stuck, gone or waiting for another")
 
-    def lost(self, what: str) -> LostPeer:
-        """The line: this rank, the step, the operation, the group, and `what` became of it."""
+    def lost(self, problem: str) -> LostPeer:
+        """Return an error with this rank, the step, the operation, the group and the problem."""
         step = f"step {self.step}: " if self.step else ""
         group = f"over {self.axis} ({name_ranks(self.ranks)})"
-        return LostPeer(f"rank {self.watch.rank}: {step}{self.op} {group} {what}")
+        return LostPeer(f"rank {self.watch.rank}: {step}{self.op} {group} {problem}")
 
     def _peers(self) -> str:
         peers = [rank for rank in self.ranks if rank != self.watch.rank]
@@ -96,41 +96,40 @@ class Wait:
 
 @dataclass(eq=False)
 class Watch:
-    """Notes the communications a rank waits for. One per rank, shared by all axes and threads."""
+    """Records the communications that a rank waits for. One per rank, shared by all axes and threads."""
 
     rank: int = 0
     """Global rank of this process."""
     timeout_s: float = math.inf
     """Seconds a communication may take."""
     setting: str = "dist.timeout_s"
-    """The setting it comes from, for messages."""
+    """The setting of the timeout, for messages."""
     step: int = 0
-    """The training step under way, from 1; 0 outside training."""
+    """Current training step, from 1; 0 outside training."""
     waits: dict[int, Wait] = field(default_factory=dict)
-    """The waits under way, the innermost last."""
+    """Current waits, the innermost last."""
     spent: dict[str, float] = field(default_factory=dict)
-    """Seconds that this process has waited, by axis. A GPU's waits are its own, and not among them."""
+    """Seconds that this process has waited, by axis, without waits of a GPU."""
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=1 << 14))
-    """Waits of the device, the oldest first; its launch queue is full before the host is so far ahead."""
+    """Waits of the device, the oldest first; longer than its launch queue."""
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.
 
-        `limit_s` replaces `timeout_s`: math.inf for a region that computes too, where only an error of the
-        transport counts. Waits may be nested; the innermost is the one that is named.
-        Raises LostPeer in place of what the transport raises.
+        `limit_s` replaces `timeout_s`: math.inf for regions that also compute, where only transport errors
+        count. Waits may be nested; reports name the innermost. Raises LostPeer for transport errors.
         """
         return Wait(self, op, axis, ranks, self.timeout_s if limit_s is None else limit_s, self.step)
 
     def follow(self, op: str, axis: str, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
-        """Keep an eye on a communication that the device waits for, until `done()`."""
+        """Record a communication that the device waits for, until `done()`."""
         # NCCL aborts the process at its timeout: report the hang before that
         limit_s = max(self.timeout_s / 2, self.timeout_s - 1.5)
         wait = Wait(self, op, axis, ranks, limit_s, self.step, time.monotonic(), done)
         self.followed.append(wait)
 
     def overdue(self, grace_s: float) -> LostPeer | None:
-        """Return waits that are overdue, by `grace_s`: the transport reports first."""
+        """Return an error for a wait `grace_s` beyond its limit; the transport reports before that."""
         now = time.monotonic()
         for wait in reversed(list(self.waits.values())):
             if now - wait.since > wait.limit_s + grace_s:
@@ -139,13 +138,13 @@ class Watch:
         return oldest.unfinished() if oldest and now - oldest.since > oldest.limit_s else None
 
     def interrupted(self) -> LostPeer | None:
-        """Return the wait of this rank at the moment when it learns that another one failed."""
+        """Return an error for the current wait when another rank has failed."""
         waits = list(self.waits.values())
         wait = waits[-1] if waits else self._oldest_followed()
         return None if wait is None else wait.lost("was under way when another rank failed")
 
     def _oldest_followed(self) -> Wait | None:
-        """The first that is not over; forgets those that are. Called by the watchdog only."""
+        """Return the oldest unfinished wait, removing finished ones. Called by the watchdog only."""
         while self.followed:
             oldest = self.followed[0]
             assert oldest.done is not None

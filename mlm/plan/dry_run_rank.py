@@ -29,7 +29,7 @@ from mlm.optim.adamw import moments
 from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.nf4 import held_tensors
+from mlm.parallel.nf4 import storage_tensors
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
@@ -190,7 +190,7 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:
         meter.tag(chunk.buffers(), TABLES)
-    weights = [held_tensors(shard.parameter) for shard in trainer.shards]
+    weights = [storage_tensors(shard.parameter) for shard in trainer.shards]
     meter.tag(chain.from_iterable(weights), WEIGHTS)
     for reducer in trainer.reducers:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mlm.parallel.config import Schedule
 from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, TimedAction
-from mlm.parallel.pipeline.lower import Step, lower, ordered, times_of
+from mlm.parallel.pipeline.lower import Step, lower, order_actions, simulate_steps
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
 from mlm.util.extras import load_extra
@@ -79,7 +79,7 @@ def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost])
 
 def _simulate(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool) -> tuple[float, float]:
     """Return the time of the step, and of the last p micro-batches at the end of the last stage."""
-    _, ends = times_of(steps, p, costs, split=split)
+    _, ends = simulate_steps(steps, p, costs, split=split)
     last = len(costs) - 1
     losses = [end for step, end in zip(steps, ends, strict=True) if step.op == 1 and step.stage == last]
     return max(ends), losses[-1] - losses[-1 - p] if len(losses) > p else 0.0
@@ -88,7 +88,7 @@ def _simulate(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool) 
 @cache
 def _steps(name: str, p: int, v: int, m: int) -> list[Step]:
     """Return a schedule's actions, each after its inputs; the order does not depend on costs."""
-    return ordered(build_schedule(name, stages=p, chunks=v, micro_batches=m))
+    return order_actions(build_schedule(name, stages=p, chunks=v, micro_batches=m))
 
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}

@@ -40,7 +40,7 @@ from mlm.models.family import (
 )
 from mlm.models.shape import parameters_by_name
 from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
-from mlm.optim.groups import patterns
+from mlm.optim.groups import parse_groups
 from mlm.optim.user import check_decay, check_optimizer, layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.runs.config import PretrainConfig
@@ -88,7 +88,7 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
 
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
-    named = {f"optimizer.groups: {names}": names for names, _ in patterns(optimizer.groups)}
+    named = {f"optimizer.groups: {names}": names for names, _ in parse_groups(optimizer.groups)}
     default = MuonConfig().matrices
     if optimizer.kind == "muon" and (model.kind not in KINDS or optimizer.muon.matrices != default):
         named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices

@@ -70,7 +70,7 @@ class ReplayedLayers:
 
 
 @contextmanager
-def layers_called(chunks: Iterable[Transformer]) -> Iterator[None]:
+def eager_layers(chunks: Iterable[Transformer]) -> Iterator[None]:
     """Run the layers eagerly inside the block, so that hooks are called."""
     replayed = [chunk.run_layers for chunk in chunks if isinstance(chunk.run_layers, ReplayedLayers)]
     for layers in replayed:

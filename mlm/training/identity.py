@@ -108,9 +108,9 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
 
     Keys that the checkpoint lacks are not compared.
     """
-    now, then = current_settings(config), flat_settings(saved)
-    if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
-        for settings in (now, then):
+    current, stored = current_settings(config), flat_settings(saved)
+    if isinstance(stored.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
+        for settings in (current, stored):
             options = {**family_of(config.model.kind).options, **settings.pop(OPTIONS)}
             settings |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     # masking keys matter to BERT alone, eod_id only where both runs have a switch that reads it
@@ -119,24 +119,24 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
     if not any(getattr(config.data, switch) and then.get(f"data.{switch}") for switch in SWITCHES):
         unused.add("data.eod_id")
     return [
-        f"{key}={format_value(now[key])}: the run in {run} was trained with {format_value(then[key])}; set "
-        f"{key}={format_value(then[key])}, or another out=… (ckpt={run} begins it with these weights)"
-        for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
-        if key in then and now[key] != then[key] and key not in unused
+        f"{key}={format_value(current[key])}: the run in {run} was trained with {format_value(stored[key])}; "
+        f"set {key}={format_value(stored[key])}, or another out=… (ckpt={run} begins it with these weights)"
+        for key in (*IDENTITY, *(key for key in current if key.startswith(f"{OPTIONS}.")))
+        if key in stored and current[key] != stored[key] and key not in unused
     ]
 
 
 def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
     """Return the problems of a model whose function differs from the one its weights were trained for."""
-    now, then = current_settings(config), flat_settings(saved)
-    differing = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
+    current, stored = current_settings(config), flat_settings(saved)
+    differing = {key: stored[key] for key in FUNCTION_KEYS if key in stored and current[key] != stored[key]}
     if len(differing) < 2:
         return [
-            f"{key}={format_value(now[key])}: the weights in {path} are of a model with "
+            f"{key}={format_value(current[key])}: the weights in {path} are of a model with "
             f"{format_value(value)}; set {key}={format_value(value)}, or another ckpt=…"
             for key, value in differing.items()
         ]
-    typed = format_settings({key: now[key] for key in differing})
+    typed = format_settings({key: current[key] for key in differing})
     problem = f"{typed}: the weights in {path} are of another model"
     fix = f"choose no model=…, which takes the checkpoint's, or set {format_settings(differing)}"
     return [Problem(differing, problem, fix)]
@@ -144,11 +144,11 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
 
 def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], ...]:
     """Allowed changes that affect numbers, as recorded in checkpoints."""
-    now, then = current_settings(config), flat_settings(saved)
+    current, stored = current_settings(config), flat_settings(saved)
     return tuple(
-        {"step": step, "key": key, "from": then[key], "to": now[key]}
+        {"step": step, "key": key, "from": stored[key], "to": current[key]}
         for key in RECORDED
-        if key in then and now[key] != then[key]
+        if key in stored and current[key] != stored[key]
     )
 
 

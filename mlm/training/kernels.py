@@ -92,7 +92,7 @@ def _attention_chosen() -> tuple[object, ...]:
 
 
 @contextmanager
-def attention_of_any_shape(device: torch.device) -> Iterator[None]:
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     """Disable cuDNN's attention inside the block, where lengths differ, unless it is the only kernel."""
     cuda = torch.backends.cuda
     if device.type != "cuda" or not (cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()):

@@ -143,7 +143,6 @@ class Loop(ABC):
             self.is_stopping = True
 
     def further_observers(self) -> list[Observer]:
-        """Observers of this type of run alone."""
         return []
 
     @property
@@ -172,14 +171,12 @@ class Loop(ABC):
         return f"step {min(end, max(self.stops_after, after_vote))}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
-        """Further numbers to report of a step."""
         return {}
 
     def is_done(self) -> bool:
         return self.trainer.step >= self.trainer.config.train.steps
 
     def is_log_due(self) -> bool:
-        """True for the first, the last and every log.every-th step."""
         step = self.trainer.step
         is_last = self.is_done() or self.is_stopping
         return is_last or step == 1 or is_step_due(step, self.trainer.config.log.every)
@@ -349,7 +346,6 @@ def composed_yaml(config: Any, command: str) -> str:
 
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:
-    """Return the arguments of the command that resumes a run."""
     spec: type = type(config)
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}

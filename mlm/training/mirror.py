@@ -385,22 +385,21 @@ class Mirror:
         """
         body = {"writer": self._writer, "checkpoints": self.checkpoints, "aside": self.aside}
         store.write_object(f"{self.url}/{LISTING}", dump_json(body))
-        sizes, now = self._sizes(), {*self.checkpoints, *self.aside}
+        sizes, listed = self._sizes(), {*self.checkpoints, *self.aside}
         try:
-            for name in {path.partition("/")[0] for path in sizes} - now:
+            for name in {path.partition("/")[0] for path in sizes} - listed:
                 is_partial = f"{name}/{MANIFEST}" not in sizes
                 if name in self.stored and not is_partial:  # first: a folder without it counts as partial
                     store.delete_folder(f"{self.url}/{name}/{MANIFEST}")
                 if name in self.stored or (is_partial and FOLDER.fullmatch(name)):
                     store.delete_folder(f"{self.url}/{name}")
-            self.stored = now
+            self.stored = listed
         except UserError as error:
-            self.stored |= now
+            self.stored |= listed
             log.warning("old checkpoints are not deleted: %s", error)
 
 
 def _save_and_ancestors(path: Path | None) -> tuple[Save, ...]:
-    """Return a checkpoint's save, then its ancestors."""
     return () if path is None else (read_manifest_head(path).save, *folders.ancestors_of(path))
 
 

@@ -23,12 +23,12 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.nf4 import frozen_in
+from mlm.parallel.nf4 import weight_format
 from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import ChunkGradients, PlanObserver, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.training.kernels import attention_of_any_shape
+from mlm.training.kernels import without_cudnn_attention
 
 
 class HasTokens(Protocol):
@@ -66,7 +66,7 @@ class PipelinedModel:
             stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)[ctx.pp.rank :: ctx.pp.size]
         master_dtype = parameter_dtype(precision)
         dtype = self.dtype if lora.rank else master_dtype
-        with torch.device(ctx.device), default_dtype(dtype), frozen_in(lora.quantize):
+        with torch.device(ctx.device), default_dtype(dtype), weight_format(lora.quantize):
             self.chunks = [
                 family_of(model.kind)
                 .model(
@@ -156,7 +156,7 @@ class PipelinedModel:
             return objective.output(chunk, batch, scale, stream(batch), x)
 
         stages: Stages[B] = self._stages(forward, gradients, observer)
-        with self.casts.held(trains=True):
+        with self.casts.casting(trains=True):
             return run_plan(stages, self.instructions(len(batches), train=True), batches)
 
     def evaluate(
@@ -169,7 +169,7 @@ class PipelinedModel:
         group_size = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(self.polled(batches)), self._stages(forward)
         while group := list(islice(remaining, group_size)):
-            with self.casts.held(trains=False), attention_of_any_shape(self.ctx.device):
+            with self.casts.casting(trains=False), without_cudnn_attention(self.ctx.device):
                 results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:
                 yield from zip(group, results, strict=True)

@@ -48,9 +48,9 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     problems = claim_problems(config.out, "run", inputs=protected_from(config))
     names = "config.yaml metrics.jsonl tokenizer.json checkpoints/latest best/checkpoints/latest"
     paths = [Path(config.out, name) for name in names.split()]
-    wrong = [path for path in paths if os.path.lexists(path) and not path.is_file()]
+    blocked = [path for path in paths if os.path.lexists(path) and not path.is_file()]
     problems = problems or [
-        f"out={config.out}: {path} is {file_type_name(path)}; delete or rename it" for path in wrong
+        f"out={config.out}: {path} is {file_type_name(path)}; delete or rename it" for path in blocked
     ]
     if problems:
         return problems

@@ -106,8 +106,8 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     attempt(problems, lambda: check_identity(config, path, manifest))
     if not is_weights_only(manifest.state) and not problems:
         attempt(problems, lambda: check_base(config, path, manifest))
-        then, fix = TokenizerDigest.of(manifest.state), "use corpora of that tokenizer, or begin another run"
-        problems += tokenizer_errors(config.data, then, f"the run in {path.parent.parent}", fix)
+        saved, fix = TokenizerDigest.of(manifest.state), "use corpora of that tokenizer, or begin another run"
+        problems += tokenizer_errors(config.data, saved, f"the run in {path.parent.parent}", fix)
         # under a launcher rank 0 compares the data later
         if config.data.kind == "indexed" and read_rank_position(os.environ) is None and not problems:
             history, consumed = read_history(manifest.state), int(manifest.state["consumed_samples"])
@@ -134,16 +134,16 @@ def weights_problems(config: PretrainConfig, ckpt: str, *, is_new: bool) -> list
 
 def origin_errors(config: PretrainConfig, saved: Mapping[str, Any], path: Path) -> list[str]:
     """Return the problems of a run whose ckpt or resume differs from its saved origin."""
-    run, then, problems = path.parent.parent, flat_settings(saved), list[str]()
+    run, stored, problems = path.parent.parent, flat_settings(saved), list[str]()
     ckpt = None if config.lora.rank else config.ckpt  # a base may be moved: its digest identifies it
     from_run = config.checkpoint.from_run if run == Path(config.out) else None
     for key, name, origin in (
-        ("ckpt", ckpt, then.get("ckpt")),
-        ("resume", from_run, then.get("checkpoint.from_run")),
+        ("ckpt", ckpt, stored.get("ckpt")),
+        ("resume", from_run, stored.get("checkpoint.from_run")),
     ):
         if name is not None and (origin is None or os.path.realpath(name) != os.path.realpath(str(origin))):
-            how = f"without {key}=" if origin is None else f"with {key}={origin}"
-            problem = f"{key}={name}: the run in {run} has begun {how}, and is at step {step_of(path)}"
+            clause = f"without {key}=" if origin is None else f"with {key}={origin}"
+            problem = f"{key}={name}: the run in {run} has begun {clause}, and is at step {step_of(path)}"
             problems.append(f"{problem}; continue it by resume={run}, or set another out=…")
     return problems
 
@@ -220,7 +220,6 @@ def _list_on_main_rank(trainer: Trainer, find: Callable[[], list[Path]]) -> list
 
 
 def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
-    """Load the first complete checkpoint; see `resume`."""
     problems: list[str] = []
     for path in paths:
         try:
@@ -263,14 +262,14 @@ def continued_history(config: PretrainConfig, history: BlendSegments, consumed: 
 
     Raises UserError for a corpus that differs from its earlier content, or a change without data.change.
     """
-    now = sources(config.data)
-    if problem := changed_corpus_problem(history, now):
+    current = sources(config.data)
+    if problem := changed_corpus_problem(history, current):
         raise UserError(problem)
-    then = continue_history(history, now, consumed)
-    if (changed := describe_change(then, consumed)) and not config.data.change:
+    continued = continue_history(history, current, consumed)
+    if (changed := describe_change(continued, consumed)) and not config.data.change:
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
         raise UserError(
             f"data.{key}={format_value(getattr(config.data, key))}: {changed}; set data.change=true to "
             "continue so, or name the data as it was"
         )
-    return then
+    return continued

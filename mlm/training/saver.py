@@ -249,7 +249,6 @@ class Saver(Observer):
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
 
         def await_judgement() -> int | None:
-            """Return the first suspect step, after a later step has judged the save."""
             pending.seconds = time.perf_counter() - pending.started
             pending.judged.wait()
             return pending.wrong_since

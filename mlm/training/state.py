@@ -164,12 +164,12 @@ def restore_state(trainer: Trainer, path: Path, manifest: Manifest, best: dict[s
         trainer.ancestry = RunAncestry()
         if trainer.ctx.is_main:  # saves, and allowed changes since the checkpoint
             out, step = trainer.config.out, manifest.step
-            since = changes_since(trainer.config, state["config"], step)
+            new_changes = changes_since(trainer.config, state["config"], step)
             if later := descendants_set_aside(path.parent, path):
-                since += ({"step": step, "key": "rollback", "from": max(later), "to": step},)
+                new_changes += ({"step": step, "key": "rollback", "from": max(later), "to": step},)
             if path.parent.resolve() != Path(out, CHECKPOINTS).resolve():
-                since += ({"step": step, "key": "out", "from": str(path.parent.parent), "to": out},)
-            changes = (*recorded_changes(state), *since)[-MAX_CHANGES:]
+                new_changes += ({"step": step, "key": "out", "from": str(path.parent.parent), "to": out},)
+            changes = (*recorded_changes(state), *new_changes)[-MAX_CHANGES:]
             trainer.ancestry = RunAncestry(Lineage.of(state), changes).after(manifest.save)
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])

@@ -20,7 +20,7 @@ from mlm.cli.compose.composition import load_config
 from mlm.data.sampler import MicroBatch
 from mlm.optim.precision import DTYPES
 from mlm.parallel.expert.experts import grouped_linear
-from mlm.parallel.matmul import Runs
+from mlm.parallel.matmul import GroupedRows
 from mlm.parallel.mesh import ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.training.trainer import Trainer
@@ -116,7 +116,7 @@ def experts(case: Case) -> None:
     parts = []
     for device, dtype in (("cpu", torch.float64), (case.device, torch.bfloat16)):
         leaves = [leaf.to(device, dtype).requires_grad_() for leaf in (rows, weights)]
-        y = grouped_linear(*leaves, Runs(counts))
+        y = grouped_linear(*leaves, GroupedRows(counts))
         y.backward(dy.to(device, dtype))
         parts.append([part.detach().double().cpu() for part in (y, *(leaf.grad for leaf in leaves))])
     for name, expected, found in zip(("output", "input gradient", "weight gradient"), *parts, strict=True):

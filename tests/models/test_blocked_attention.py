@@ -14,9 +14,9 @@ from mlm.models.blocked_attention import (
     HeadLayout,
     causal_attention_in_blocks,
     generated_attention,
-    pays_in_blocks,
-    takes_generated_kernel,
-    takes_windowed_flash,
+    uses_blocks,
+    uses_generated_kernel,
+    uses_windowed_flash,
     windowed_flash_attention,
 )
 from mlm.parallel.config import PLAIN_SCORES, AttentionScores
@@ -139,7 +139,7 @@ def test_a_generated_kernel_computes_softcaps_and_windows() -> None:
     needs_grad = device.type == "cuda"
     x = (2 * torch.randn(140, 3, 8, 16, generator=torch.Generator().manual_seed(0))).to(device)
     x.requires_grad_(needs_grad)
-    assert takes_generated_kernel(x, 16, scores) == needs_grad
+    assert uses_generated_kernel(x, 16, scores) == needs_grad
     q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (slice(4), slice(4, 6), slice(6, None)))
     wide = x.detach().double().requires_grad_(needs_grad)
     y, reference = generated_attention(q, k, v, scores), exact(wide, GROUPED, scores)
@@ -157,11 +157,11 @@ def test_a_generated_kernel_computes_softcaps_and_windows() -> None:
 def test_a_window_of_a_long_sequence_takes_blocks_and_no_mask_of_all_pairs() -> None:
     """Scores that exist at a time are of a block of queries."""
     scores = AttentionScores(window=100)
-    assert not pays_in_blocks(torch.empty(4096, 1, 1, device="meta"), scores)
-    assert pays_in_blocks(torch.empty(4097, 1, 1, device="meta"), scores)
-    assert [pays_in_blocks(torch.empty(length, 1, 1), scores) for length in (511, 512)] == [False, True]
-    assert not takes_windowed_flash(torch.empty(4097, 1, 1, dtype=torch.bfloat16), 64, scores)
-    assert pays_in_blocks(torch.empty(9, 1, 1, dtype=torch.float64), AttentionScores(softcap=50.0))
+    assert not uses_blocks(torch.empty(4096, 1, 1, device="meta"), scores)
+    assert uses_blocks(torch.empty(4097, 1, 1, device="meta"), scores)
+    assert [uses_blocks(torch.empty(length, 1, 1), scores) for length in (511, 512)] == [False, True]
+    assert not uses_windowed_flash(torch.empty(4097, 1, 1, dtype=torch.bfloat16), 64, scores)
+    assert uses_blocks(torch.empty(9, 1, 1, dtype=torch.float64), AttentionScores(softcap=50.0))
     x = torch.randn(4224, 1, 3, 4, requires_grad=True)
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:
         y = causal_attention_in_blocks(x, FUSED, scores)
@@ -186,13 +186,13 @@ def test_blocks_are_no_further_from_float64_than_the_kernel_in_half_precision() 
 
 def test_long_wide_and_tiny_attention_keeps_the_kernel() -> None:
     has_amx = torch.cpu._is_amx_tile_supported()
-    assert pays_in_blocks(torch.empty(160 if has_amx else 512, 1, 1, dtype=torch.bfloat16))
-    assert pays_in_blocks(torch.empty(512, 1, 1)) == onednn_is_faster()
+    assert uses_blocks(torch.empty(160 if has_amx else 512, 1, 1, dtype=torch.bfloat16))
+    assert uses_blocks(torch.empty(512, 1, 1)) == onednn_is_faster()
     for length, dtype in (
         (513, torch.bfloat16),
         (31, torch.bfloat16),
         (256, torch.float32),
         (512, torch.float64),
     ):
-        assert not pays_in_blocks(torch.empty(length, 1, 1, dtype=dtype))
-    assert not pays_in_blocks(torch.empty(512, 1, 1, device="meta"))
+        assert not uses_blocks(torch.empty(length, 1, 1, dtype=dtype))
+    assert not uses_blocks(torch.empty(512, 1, 1, device="meta"))

@@ -71,7 +71,7 @@ def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
     rotary = None
     for _ in range(2):
         x = torch.randn(S, B, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        with casts.held(trains=True):
+        with casts.casting(trains=True):
             for layer in model.layers.values():
                 rotary = rotary or model.rotary(x, None)
                 x = layer(x, None, None, None, *(() if rotary is None else (rotary,)))
@@ -186,7 +186,7 @@ def check_one_graph(
         kept.append(saved.nbytes)
         return saved
 
-    with CachedHalfParams(model.modules(), dtype).held(trains=True):
+    with CachedHalfParams(model.modules(), dtype).casting(trains=True):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             found = results(compiled)
         of_compiled = sum(kept)

@@ -13,7 +13,7 @@ from mlm.models.llama.gated import GatedMLP
 from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.optim.config import MuonConfig, OptimizerConfig
-from mlm.optim.groups import rates
+from mlm.optim.groups import group_rates
 from mlm.optim.muon import shape_scale
 from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import ColumnParallelLinear
@@ -40,7 +40,7 @@ def test_initial_values_and_rates_follow_table_8_at_four_times_the_width(kind: s
     stds, usual = ({s.name: s for s in shards_of(x)} for x in (spec, spec_of(64, None, kind)))
     for name, shard in stds.items():
         dims = shard.parameter.dim()
-        found = rates(name, dims, adam, spec.model.width_factor)
+        found = group_rates(name, dims, adam, spec.model.width_factor)
         if name.startswith("layers.") and dims == 2:
             assert found.lr_scale == 0.25
             assert found.lr_scale * found.weight_decay == pytest.approx(0.1)  # decay stays
@@ -83,14 +83,14 @@ def special(width: int, base: int | None, options: dict[str, int | str], rank: i
 def test_adams_rate_is_of_the_inputs_that_widen(weight: str, scale: float) -> None:
     (shard,) = (s for s in shards_of(special(64, 16, MIXTURE | LATENT)) if s.name == f"layers.0.{weight}")
     adam = OptimizerConfig(lr=1e-2)
-    found = rates(shard.name, shard.parameter.dim(), adam, 4.0, shard.constant_side)
+    found = group_rates(shard.name, shard.parameter.dim(), adam, 4.0, shard.constant_side)
     assert found.lr_scale == scale
 
 
 def test_of_adapters_the_rate_of_a_falls_with_width_and_that_of_b_stays() -> None:
     """LoRA+ (arXiv:2402.12354): A's is Θ(1 / n), B's Θ(1)."""
     found = {
-        shard.name.rpartition(".")[2]: rates(shard.name, 2, OptimizerConfig(), 4.0, shard.constant_side)
+        shard.name.rpartition(".")[2]: group_rates(shard.name, 2, OptimizerConfig(), 4.0, shard.constant_side)
         for shard in shards_of(special(64, 16, MIXTURE, rank=2))
         if ".lora." in shard.name
     }
@@ -110,7 +110,7 @@ def test_of_adapters_the_rate_of_a_falls_with_width_and_that_of_b_stays() -> Non
 def test_muons_update_follows_the_sides_of_a_matrix(scale: Any, side: str, power: float) -> None:
     """Its norm, shape_scale times the rate, grows as sqrt(outputs / inputs) (arXiv:2310.17813)."""
     muon = OptimizerConfig(kind="muon", lr=1e-2, muon=MuonConfig(scale=scale))
-    factor = rates("layers.0.x.weight", 2, muon, 4.0, side).lr_scale
+    factor = group_rates("layers.0.x.weight", 2, muon, 4.0, side).lr_scale
     assert factor == pytest.approx(4.0**-power)
     shapes = [(256, 8), (1024, 8)] if side == "in" else [(8, 256), (8, 1024)]
     narrow, wide = (shape_scale(shape, muon.muon) for shape in shapes)

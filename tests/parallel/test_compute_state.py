@@ -62,7 +62,7 @@ def test_outputs_and_gradients_are_those_of_casts_at_each_use(
         for held in (False, True):
             torch.manual_seed(1)
             inputs = [torch.randn(8, 2, 16, requires_grad=True) for _ in range(2)]
-            with casts.held(trains=True) if held else nullcontext():
+            with casts.casting(trains=True) if held else nullcontext():
                 outputs = [run(x) for x in inputs]
                 for y in outputs:
                     y.backward(torch.randn_like(y))
@@ -81,7 +81,7 @@ def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
         run, casts = layers_of(model), CachedHalfParams(model.modules(), torch.float32)
         counts = []
         for held in (False, True):
-            with casts.held(trains=True) if held else nullcontext(), Operators() as seen:
+            with casts.casting(trains=True) if held else nullcontext(), Operators() as seen:
                 run(torch.randn(8, 2, 16))
             counts.append(seen.names.count("aten._to_copy.default"))
         ends = 2 if family is GPT2 else 4
@@ -93,7 +93,7 @@ def test_compiled_layers_get_no_copies_that_they_do_not_read() -> None:
     double(model)
     casts = CachedHalfParams(model.modules(), torch.float32)
     casts.exclude(model.layers.values())
-    with casts.held(trains=True):
+    with casts.casting(trains=True):
         layer = model.layers["0"]
         assert layer.mlp_norm.compute.weight_copy is layer.attention_norm.compute.bias_copy is None
         assert layer.mlp.up.compute.weight_copy is not None
@@ -111,7 +111,7 @@ def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | ty
         x = torch.randn(4, 16, dtype=torch.bfloat16)
         counts = []
         for held in (False, True):
-            with casts.held(trains=True) if held else nullcontext(), Operators() as seen:
+            with casts.casting(trains=True) if held else nullcontext(), Operators() as seen:
                 module(x)
             counts.append(seen.names.count("aten._to_copy.default"))
     assert counts[0] - counts[1] == len(list(module.parameters()))
@@ -122,7 +122,7 @@ def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> Non
     init_parameters(layer, 1)
     x = torch.randn(5, 4)
     alone, casts = layer(x), CachedHalfParams([layer], torch.bfloat16)
-    with casts.held(trains=True):
+    with casts.casting(trains=True):
         assert torch.equal(layer(x), alone)
 
 
@@ -131,7 +131,7 @@ def test_copies_pass_gradients_in_training_alone_and_end_with_their_release() ->
     double(head)
     casts = CachedHalfParams(head.modules(), torch.float32)
     for trains in (False, True):
-        with casts.held(trains=trains):
+        with casts.casting(trains=trains):
             assert head.transform.compute.weight_copy is not None
             assert head.norm.compute.weight_copy.requires_grad is trains
         for module in (head.transform, head.norm):

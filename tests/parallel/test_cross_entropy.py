@@ -194,7 +194,7 @@ def test_two_passes_for_a_compiler_give_what_many_give(
         for fused in (None, passes):
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
             table.compiled, table.softcap = True, softcap
-            with patch("mlm.parallel.cross_entropy.compiled", lambda fused=fused: fused):
+            with patch("mlm.parallel.cross_entropy.compiled_passes", lambda fused=fused: fused):
                 loss = linear_cross_entropy(x, labels, table, torch.tensor(0.23), chunk_bytes)
             loss.backward()
             found.append((loss.detach(), x.grad.float(), table.weight.grad))

@@ -19,7 +19,7 @@ from mlm.parallel import context, exact, exact_gradients
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.exact_gradients import TreeReducer
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.matmul import Runs
+from mlm.parallel.matmul import GroupedRows
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.runs.config import PretrainConfig
 from mlm.training import trainer as trainer_module
@@ -149,7 +149,7 @@ def other_order(x: Tensor, axis: Axis, *, nearest_first: bool = True) -> Tensor:
     return exact.sum_over_ranks(x, axis, nearest_first=not nearest_first)
 
 
-def add_blocks_by_ring(region: exact.Region, terms: Iterable[Tensor]) -> Tensor:
+def add_blocks_by_ring(region: exact.ExactRegion, terms: Iterable[Tensor]) -> Tensor:
     total = exact.tree_sum(terms)
     return all_reduce(total, region.tp) if region.sequence_parallel and not region.is_split else total
 
@@ -157,14 +157,14 @@ def add_blocks_by_ring(region: exact.Region, terms: Iterable[Tensor]) -> Tensor:
 def targets_by_rank(labels: Tensor, is_swapped: Tensor, *, parts: int, held: range) -> MaskedTargets:
     """Masked tokens padded to those of a rank of two."""
     rank = held.start * 2 // parts
-    return masked_targets(labels, is_swapped, parts=2, held=range(rank, rank + 1))
+    return masked_targets(labels, is_swapped, parts=2, local_parts=range(rank, rank + 1))
 
 
 def orthogonalise_transposed(x: Tensor, config: MuonConfig) -> Tensor:
     return muon.orthogonalise(x.mT.contiguous(), config).mT.contiguous()
 
 
-def gradient_of_all_rows(region: exact.Region, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def gradient_of_all_rows(region: exact.ExactRegion, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     # begun at another row: MKL may add blocks of as many rows as a part has
     dy, x = (rows.flatten(0, -2).roll(1, 0) for rows in (dy, x))
     return exact.weight_gradient_of_rows(dy, x, weight.dtype)
@@ -183,25 +183,27 @@ def finish_late(reducer: TreeReducer, finish: Callable[[TreeReducer], None] = Tr
     finish(reducer)
 
 
-def experts_of_one_rank(experts: Experts, region: exact.Region, x: Tensor, runs: Runs) -> Any:
+def experts_of_one_rank(experts: Experts, region: exact.ExactRegion, x: Tensor, runs: GroupedRows) -> Any:
     return exact_models._experts(experts, replace(region, cp=Axis("cp")), x, runs)
 
 
-def sum_tokens_of_heads(region: exact.Region, x: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_tokens_of_heads(region: exact.ExactRegion, x: Tensor, dtype: torch.dtype) -> Tensor:
     parts = [region.sum_rows(part, dtype) for part in x.chunk(region.terms, 2)]
     return exact.sum_over_ranks(exact.tree_sum(parts), region.tp)
 
 
-def experts_of_one_source(experts: Experts, region: exact.Region, x: Tensor, runs: Runs) -> Tensor:
-    return exact_models._experts(experts, region, x, Runs(runs.counts))
+def experts_of_one_source(
+    experts: Experts, region: exact.ExactRegion, x: Tensor, runs: GroupedRows
+) -> Tensor:
+    return exact_models._experts(experts, region, x, GroupedRows(runs.counts))
 
 
 def sum_nearest_first(terms: Sequence[Tensor]) -> Tensor:
     return nested(exact.farthest_first(terms))
 
 
-def sum_any_heads(region: exact.Region, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return exact.sum_over_ranks(exact.Region(region.tp, False).sum_rows(x, dtype), region.tp)
+def sum_any_heads(region: exact.ExactRegion, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return exact.sum_over_ranks(exact.ExactRegion(region.tp, False).sum_rows(x, dtype), region.tp)
 
 
 LATE = (
@@ -213,18 +215,18 @@ SABOTAGES: dict[str, tuple[tuple[Any, Any, Any], ...]] = {
     "ring": ((exact, "sum_over_ranks", ring),),
     "levels of dp": ((exact_gradients, "sum_over_ranks", other_order),),
     "order of micro-batches": ((trainer_module, "leaf_order", lambda count, dp: (list(range(count)), 1)),),
-    "rows in one part": ((exact.Region, "blocks", lambda region, x: (x,)),),
-    "ring of rows": ((exact.Region, "add_blocks", add_blocks_by_ring),),
+    "rows in one part": ((exact.ExactRegion, "blocks", lambda region, x: (x,)),),
+    "ring of rows": ((exact.ExactRegion, "add_blocks", add_blocks_by_ring),),
     "masked tokens by rank": ((bert, "masked_targets", targets_by_rank),),
     "transposed matrices": ((adamw, "orthogonalise", orthogonalise_transposed),),
     "one source": ((exact_models.FORMS, Experts, {"forward": experts_of_one_source}),),
     "levels of sources": ((exact_gradients, "tree_sum", sum_nearest_first),),
-    "heads of all rows": ((exact.Region, "sum_heads", sum_any_heads),),
-    "tokens before heads": ((exact.Region, "sum_heads", sum_tokens_of_heads),),
+    "heads of all rows": ((exact.ExactRegion, "sum_heads", sum_any_heads),),
+    "tokens before heads": ((exact.ExactRegion, "sum_heads", sum_tokens_of_heads),),
     "keys": ((context, "tree_sum", chain),),
     "ring of gradients": ((exact_gradients, "sum_over_ranks", ring),),
     "products of a rank's tokens": ((exact_models.FORMS, Experts, {"forward": experts_of_one_rank}),),
-    "gradient of all rows": ((exact.Region, "weight_gradient", gradient_of_all_rows),),
+    "gradient of all rows": ((exact.ExactRegion, "weight_gradient", gradient_of_all_rows),),
     "cp after micro-batches": LATE,
 }
 """An object, the name of a function in it, and one that computes the same to rounding."""

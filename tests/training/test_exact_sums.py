@@ -13,10 +13,10 @@ from mlm.models import exact as exact_models
 from mlm.models.llama.gated import gate
 from mlm.parallel import exact
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
-from mlm.parallel.context import context_attention, held_parts, local_positions
+from mlm.parallel.context import context_attention, local_parts, local_positions
 from mlm.parallel.exact_gradients import leaf_order
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.matmul import Runs
+from mlm.parallel.matmul import GroupedRows
 from mlm.parallel.mesh import CPU, Axis, ExpertAxes, ParallelContext
 from mlm.parallel.sharding import shard_of
 from mlm.training.trainer import Trainer
@@ -43,9 +43,9 @@ def check_sums(ctx: ParallelContext) -> None:
     assert exact.sum_over_ranks(torch.empty(0, 3), tp).shape == (0, 3)  # of an expert without rows
     rows = torch.randn(16, 2, 5, generator=generator)
     total = nested(rows.flatten(0, 1).unbind())
-    region = exact.Region(tp, sequence_parallel=True, is_split=False)
+    region = exact.ExactRegion(tp, sequence_parallel=True, is_split=False)
     assert torch.equal(region.sum_rows(rows.chunk(tp.size)[tp.rank], torch.float32), total)
-    assert torch.equal(exact.Region(tp, False).sum_rows(rows, torch.float32), total)
+    assert torch.equal(exact.ExactRegion(tp, False).sum_rows(rows, torch.float32), total)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -62,7 +62,7 @@ def check_products(ctx: ParallelContext, dtype: torch.dtype, cp_parts: int) -> N
     def run(tp: Axis) -> list[Any]:
         own = [shard_of(p, tp, dim).requires_grad_() for p, dim in ((up, 0), (bias, 0), (down, 1))]
         own_x = x.clone().requires_grad_()
-        region = exact.Region(tp, False, Axis("cp", exact_parts=cp_parts))
+        region = exact.ExactRegion(tp, False, Axis("cp", exact_parts=cp_parts))
         parts = exact.Products.apply(own[0], own[1], region, False, own_x)
         y = exact.Products.apply(own[2], None, region, True, *map(torch.relu, parts))
         y.backward(dy)
@@ -82,17 +82,21 @@ def test_products_have_the_same_bits_at_tp_2(dtype: torch.dtype, cp_parts: int) 
 
 
 def test_deferred_weight_gradients_record_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    deferred, needs_grad, compute = DeferredWeightGrads(open=True), list[bool](), exact.Region.weight_gradient
+    deferred, needs_grad, compute = (
+        DeferredWeightGrads(open=True),
+        list[bool](),
+        exact.ExactRegion.weight_gradient,
+    )
 
     def noted(*args: Any) -> Tensor:
         dw = compute(*args)
         needs_grad.append(dw.requires_grad)
         return dw
 
-    monkeypatch.setattr(exact.Region, "weight_gradient", noted)
+    monkeypatch.setattr(exact.ExactRegion, "weight_gradient", noted)
     weight = torch.randn(8, 4, requires_grad=True)
     x = torch.randn(4, 2, 4, requires_grad=True)
-    region = exact.Region(Axis("tp"), False, compute=ComputeState(deferred=deferred))
+    region = exact.ExactRegion(Axis("tp"), False, compute=ComputeState(deferred=deferred))
     (y,) = exact.Products.apply(weight, None, region, False, x)
     y.sum().backward()
     (job,) = deferred.take()
@@ -126,7 +130,7 @@ def test_a_rank_holds_the_tokens_of_as_many_ranks_as_it_stands_for(cp: int) -> N
     parts = [[0, 7], [1, 6], [2, 5], [3, 4]]
     for rank in range(cp):
         axis = Axis("cp", rank, cp, exact_parts=4)
-        pieces = [piece for part in held_parts(axis) for piece in parts[part]]
+        pieces = [piece for part in local_parts(axis) for piece in parts[part]]
         expected = [4 * piece + i for piece in pieces for i in range(4)]
         assert local_positions(32, axis, CPU).tolist() == expected
 
@@ -151,7 +155,7 @@ def test_attention_of_parts_is_that_of_the_sequence() -> None:
 
 def check_leave(ctx: ParallelContext) -> None:
     x = torch.arange(8.0).view(4, 2).requires_grad_()
-    y = exact_models._leave(cast(Any, None), exact.Region(ctx.tp, True), x, ctx.tp)
+    y = exact_models._leave(cast(Any, None), exact.ExactRegion(ctx.tp, True), x, ctx.tp)
     own = slice(2 * ctx.tp.rank, 2 * ctx.tp.rank + 2)
     assert torch.equal(y, x[own])
     dy = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
@@ -171,16 +175,16 @@ def test_experts_give_each_source_of_rows_its_gradients() -> None:
         torch.nn.init.normal_(p, generator=generator)
     received: dict[str, dict[int, Tensor]] = {"up": {}, "down": {}}
     experts.add_gradients = {name: of_source.__setitem__ for name, of_source in received.items()}
-    runs = Runs([3, 4, 3])
+    runs = GroupedRows([3, 4, 3])
     runs.sources = [[2, 0, 3], [1, 4, 0]]
     source_of = torch.tensor([0, 0, 1, 1, 1, 1, 1, 0, 0, 0])
     x, dy = (torch.randn(10, 4, dtype=torch.float64, generator=generator) for _ in range(2))
-    y = exact_models._experts(experts, exact.Region(Axis("tp"), False), x.requires_grad_(), runs)
+    y = exact_models._experts(experts, exact.ExactRegion(Axis("tp"), False), x.requires_grad_(), runs)
     y.backward(dy)
     for source, counts in enumerate(runs.sources):
         rows = source_of == source
         own_x = x.detach()[rows].requires_grad_()
-        expected = experts(own_x, Runs(counts))
+        expected = experts(own_x, GroupedRows(counts))
         gradients = torch.autograd.grad(expected, (own_x, experts.up, experts.down), dy[rows])
         own = x.grad[rows], received["up"][source], received["down"][source]
         torch.testing.assert_close((y[rows], *own), (expected, *gradients))

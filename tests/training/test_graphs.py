@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mlm.data.sampler import Batch
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.graphs import ReplayedLayers, layers_called
+from mlm.training.graphs import ReplayedLayers, eager_layers
 from mlm.training.trainer import Trainer
 from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
 
@@ -89,7 +89,7 @@ def test_passes_of_another_form_are_not_replayed(stack: tuple[Trainer[Batch], Re
     assert recorded.replays == MICRO_BATCHES
     trainer.validate(steps())
     trainer.compute_gradients([replace(b, tokens=b.tokens[:, :4], labels=b.labels[:, :4]) for b in steps()])
-    with layers_called(trainer.model.chunks):
+    with eager_layers(trainer.model.chunks):
         trainer.compute_gradients(steps())
     assert recorded.replays == MICRO_BATCHES
     trainer.compute_gradients(steps())

@@ -26,13 +26,13 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training import pipelined
 from mlm.training.kernels import (
-    attention_of_any_shape,
     choose_attention,
     choose_kernels,
     compile_layers,
     kernels_line,
     settle_kernels,
     should_compile,
+    without_cudnn_attention,
 )
 from mlm.training.memory import torch_errors_as_user_errors
 from mlm.training.trainer import Trainer
@@ -112,7 +112,7 @@ def test_blocks_of_any_shape_leave_cudnn_out_unless_it_is_named(named: bool) -> 
     try:
         cuda.enable_cudnn_sdp(True)
         cuda.enable_flash_sdp(not named)
-        with attention_of_any_shape(GPU):
+        with without_cudnn_attention(GPU):
             assert cuda.cudnn_sdp_enabled() is named
             inside = torch.compiler.config.cache_key_tag
         assert cuda.cudnn_sdp_enabled()
@@ -131,7 +131,7 @@ def test_passes_without_gradients_and_tasks_have_any_shape(monkeypatch: pytest.M
         blocks.append(device)
         yield
 
-    monkeypatch.setattr(pipelined, "attention_of_any_shape", noted)
+    monkeypatch.setattr(pipelined, "without_cudnn_attention", noted)
     monkeypatch.setattr(
         "mlm.training.trainer.choose_kernels", lambda config, device, one_shape: told.append(one_shape)
     )
@@ -159,7 +159,7 @@ def test_reproducible_kernels_do_not_fill_new_memory(asked: bool, monkeypatch: p
 def test_a_run_without_a_compiler_takes_no_compiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even after a compiled run in its process."""
     asked: list[bool] = []
-    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda: asked.append(True))
+    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled_passes", lambda: asked.append(True))
     monkeypatch.setattr("mlm.training.trainer.compile_layers", lambda *_, **__: None)
     spec = replace(SPEC, precision=PrecisionConfig(dtype="bf16"))
     for choice in (True, False):

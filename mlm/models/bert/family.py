@@ -15,7 +15,7 @@ from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
 
 SHORTEST = 8
-"""Least tokens of a BERT sample: [CLS], two [SEP] and some text."""
+"""Minimum tokens of a BERT sample: [CLS], two [SEP] and some text."""
 
 
 class SentencePairs:
@@ -44,7 +44,7 @@ class SentencePairs:
         )
 
     def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> BERTDataset:
-        """Return one pass over a corpus, masked in one way whatever the run's seed."""
+        """Return one pass over a corpus, masked independently of the run's seed."""
         samples = self.train(data, prefix, tokenizer, 1, seed=0, cache=None)
         samples.num_samples = samples.epoch(0).shape[1]
         return samples

@@ -1,7 +1,7 @@
 """Whole-word n-gram masking for BERT samples, a batch at once.
 
-Words are split at random into n-grams of n = 1 … max_ngram words, P(n) proportional to 1/n; n-grams are taken
-in random order as long as they fit the sample's budget of tokens; each of their tokens becomes [MASK]
+Words are split at random into n-grams of n = 1 … max_ngram words, P(n) proportional to 1/n; n-grams are
+chosen in random order as long as they fit the sample's budget of tokens; each of their tokens becomes [MASK]
 (80%), a random token (10%) or stays (10%). Sources: arXiv:1909.08053 (whole words, n-grams),
 arXiv:1909.11942, section 4.1 (P(n)), arXiv:1810.04805, section 3.1 (80/10/10), Megatron-LM's
 create_masked_lm_predictions (per token).
@@ -11,6 +11,8 @@ Shapes: n samples, S sequence; of a batch, laid out flat: P maskable tokens, W w
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class BERTVocab:
-    """Special tokens and word starts of a tokenizer, which BERT samples depend on."""
+    """Special tokens and word starts of a tokenizer."""
 
     cls_id: int
     sep_id: int
@@ -50,6 +52,14 @@ class BERTVocab:
         cls_id, sep_id, mask_id, pad_id = special
         return cls(cls_id, sep_id, mask_id, pad_id, tokenizer.is_word_start)
 
+    def check_tokens(self, tokens: NDArray[Any], path: Path) -> None:
+        """Raise UserError if the corpus at `path` has one of these tokens outside the vocabulary."""
+        if tokens.max(initial=0) >= (size := len(self.word_starts)):
+            raise UserError(
+                f"{path} holds token ids that the tokenizer's {size} do not cover: name the tokenizer that "
+                "the corpus was built with"
+            )
+
     @cached_property
     def is_special(self) -> Flags:
         """Flags of the four special tokens, never masked nor drawn as a random token: bool [vocab_size]."""
@@ -65,9 +75,9 @@ class BERTVocab:
 
 @dataclass(frozen=True, eq=False)
 class Grams:
-    """The n-grams of a batch, sample by sample in order of place.
+    """The n-grams of a batch, by sample and position.
 
-    tokens   int64 [P]      flat place of each maskable token in [n, S]
+    tokens   int64 [P]      flat position of each maskable token in [n, S]
     lengths  int64 [G]      tokens of each n-gram; together they are `tokens` in order
     rows     int64 [G]      sample of each
     columns  int64 [G]      number of each in its sample
@@ -109,7 +119,7 @@ def mask_tokens(
 def split_grams(tokens: Ids, vocab: BERTVocab, states: Bits, max_ngram: int) -> Grams:
     """Split runs of words into n-grams. A run ends at a special token, so no n-gram leaves its segment.
 
-    The k-th n-gram of a run has the size drawn for the run's k-th word, or what is left of the run.
+    The k-th n-gram of a run has the size drawn for the run's k-th word, or the remainder of the run.
     """
     width = tokens.shape[1]
     maskable = ~vocab.is_special[tokens]
@@ -145,7 +155,7 @@ def draw_sizes(bits: Bits, max_ngram: int) -> Ids:
 
 
 def choose_grams(grams: Grams, budgets: Ids, states: Bits) -> Flags:
-    """Take n-grams in random order, passing over those that no longer fit: bool [G]."""
+    """Choose n-grams in random order, skipping the ones that no longer fit: bool [G]."""
     count = int(grams.columns.max(initial=-1)) + 1
     # The low bits of a key are its column, below 2**20: keys differ, and sorting them sorts the columns too.
     low = np.uint64((1 << 20) - 1)
@@ -158,22 +168,22 @@ def choose_grams(grams: Grams, budgets: Ids, states: Bits) -> Flags:
     lengths = np.full((len(budgets), count), np.int64(1 << 32))
     lengths[grams.rows, grams.columns] = grams.lengths
     in_order = fill(np.take_along_axis(lengths, order, axis=1), budgets)
-    taken = np.zeros((len(budgets), count), dtype=bool)
-    np.put_along_axis(taken, order, in_order, axis=1)
-    return taken[grams.rows, grams.columns]
+    chosen = np.zeros((len(budgets), count), dtype=bool)
+    np.put_along_axis(chosen, order, in_order, axis=1)
+    return chosen[grams.rows, grams.columns]
 
 
 def fill(lengths: Ids, budgets: Ids) -> Flags:
-    """Take lengths that fit the rest of a row's budget, from the left: bool [n, k] for int64 [n, k], [n]."""
-    taken = np.zeros(lengths.shape, dtype=bool)
-    rows, rest = np.arange(len(lengths)), budgets
+    """Choose lengths that fit the row's remaining budget, left to right: int64 [n, k], [n] -> bool [n, k]."""
+    chosen = np.zeros(lengths.shape, dtype=bool)
+    rows = np.arange(len(lengths))
     while len(rows):
-        # Up to the first that does not fit after the ones before: it never will; later ones are tried again.
-        fits = (lengths <= rest[:, None]) & ~taken[rows]
+        # Choose up to the first that does not fit after its predecessors; retry the later ones without it.
+        fits = (lengths <= budgets[:, None]) & ~chosen[rows]
         sums = np.cumsum(np.where(fits, lengths, 0), axis=1)
-        new = fits & (sums <= rest[:, None])
-        taken[rows] |= new
-        rest = rest - (new * lengths).sum(axis=1)
-        again = (fits & ~new).any(axis=1) & (rest > 0)
-        rows, rest, lengths = rows[again], rest[again], lengths[again]
-    return taken
+        new = fits & (sums <= budgets[:, None])
+        chosen[rows] |= new
+        budgets = budgets - (new * lengths).sum(axis=1)
+        again = (fits & ~new).any(axis=1) & (budgets > 0)
+        rows, budgets, lengths = rows[again], budgets[again], lengths[again]
+    return chosen

@@ -38,19 +38,19 @@ class MaskedTargets:
 
     places: Tensor
     """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism of this tp rank's rows
-    of the sequence, padded to equal numbers; with exact=N each part of the sequence is."""
+    of the sequence, padded to equal numbers; with exact=N of each part of the sequence."""
     labels: Tensor
     """[R] int64, or [t * R] with sequence parallelism, by tp rank; padded by IGNORE_INDEX."""
     is_swapped: Tensor
-    """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
+    """[B] int64: 1 if the second segment comes first in its document, -100 if not scored."""
 
 
 def masked_targets(
-    labels: Tensor, is_swapped: Tensor, *, parts: int = 1, held: range = range(1)
+    labels: Tensor, is_swapped: Tensor, *, parts: int = 1, local_parts: range = range(1)
 ) -> MaskedTargets:
     """Targets of labels [B, S] on the host, IGNORE_INDEX where nothing is masked.
 
-    All `parts` of the sequence have equal numbers of them, and this rank has the ones in the parts `held`.
+    Targets are padded to equal numbers in each of the `parts` of the sequence; this rank has `local_parts`.
     """
     rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
     is_masked = rows != IGNORE_INDEX
@@ -60,7 +60,8 @@ def masked_targets(
     for p in range(parts):
         masked = is_masked[p].nonzero().flatten()
         places[p, : len(masked)], targets[p, : len(masked)] = masked, rows[p, masked]
-    places = places[held.start : held.stop] + torch.arange(len(held)).unsqueeze(1) * rows.shape[1]
+    first_rows = torch.arange(len(local_parts)).unsqueeze(1) * rows.shape[1]
+    places = places[local_parts.start : local_parts.stop] + first_rows
     return MaskedTargets(places.flatten(), targets.flatten(), is_swapped)
 
 
@@ -82,10 +83,10 @@ class MaskedLanguageModel(Transformer):
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Last stage: losses of a micro-batch, which are differentiable, and hits: [2], of a BERT PARTS, [4].
+        """Last stage: differentiable losses of a micro-batch and hits: [2], in BERT `PARTS`, [4].
 
-        Others: hidden states.
-        `scale`, of the same size, multiplies the sums over masked tokens (of loss and hits) and over samples.
+        Other stages: hidden states. `scale`, of the same size, multiplies the sums over masked tokens (loss
+        and hits) and over samples.
         """
         h = self.encode(inputs, stream, x)
         if not self.stage.is_last:
@@ -93,9 +94,9 @@ class MaskedLanguageModel(Transformer):
         masked = self.mlm_head(h.flatten(0, 1)[targets.places])  # [R, H]
         bias = self.mlm_head.vocabulary.bias
         loss, hits = cross_entropy_and_hits(masked, targets.labels, self.token, bias, scale[0])
-        order = [(loss.sum() * scale[1], right.sum() * scale[3]) for loss, right in self.of_order(h, targets)]
-        losses, hits_of_all = zip((loss, hits), *order, strict=True)
-        return torch.stack([*losses, *hits_of_all])
+        order = [(loss.sum() * scale[1], hit.sum() * scale[3]) for loss, hit in self.order_scores(h, targets)]
+        losses, all_hits = zip((loss, hits), *order, strict=True)
+        return torch.stack([*losses, *all_hits])
 
     @torch.no_grad()
     def sums(self, inputs: Inputs, targets: MaskedTargets, x: Tensor | None = None) -> Tensor:
@@ -106,11 +107,11 @@ class MaskedLanguageModel(Transformer):
         masked = self.mlm_head(h.flatten(0, 1)[targets.places])
         masked = gather_rows(masked, self.tp) if self.sequence_parallel else masked
         scores = token_scores(masked, targets.labels, self.token, self.mlm_head.vocabulary.bias)
-        losses, hits = zip(scores, *self.of_order(h, targets), strict=True)
+        losses, hits = zip(scores, *self.order_scores(h, targets), strict=True)
         return torch.stack([part.sum(dtype=torch.float64) for part in (*losses, *hits)])
 
-    def of_order(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
-        """Losses of sentence-order prediction, and 1 where it is right, [B] each; empty without that head."""
+    def order_scores(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
+        """Losses and hits of sentence-order prediction, [B] each; empty without that head."""
         return ()
 
     @torch.no_grad()
@@ -143,7 +144,7 @@ class BERT(MaskedLanguageModel):
         if self.config.head == "language_model":
             self.sop_head = PlainLinear(self.config.hidden_size, 2, init_std=self.config.init_std)
 
-    def of_order(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
+    def order_scores(self, h: Tensor, targets: MaskedTargets) -> Sequence[tuple[Tensor, Tensor]]:
         logits = self.gather_outputs(self.sop_head(self.pool(h)))[0]
         logits = logits.to(loss_dtype(logits.dtype))
         is_swapped = targets.is_swapped
@@ -168,13 +169,13 @@ class MaskedTokens:
         if chunk.sequence_parallel:
             ranks, rank = tp.size, tp.rank
         types, kinds = None, chunk.config.token_types
-        if kinds > 1 or (kinds and tp.exact_parts):  # a single type is looked up for the order of its sum
+        if kinds > 1 or (kinds and tp.exact_parts):  # exact: a single type is looked up, too
             types = to(batch.token_types.clamp(max=kinds - 1))
         inputs = Inputs(to(batch.tokens), to(batch.lengths), types, spans)
         parts = tp.exact_parts or ranks
-        held = range(rank * parts // ranks, (rank + 1) * parts // ranks)
-        # on the host, where finding the masked tokens waits for no device
-        targets = masked_targets(batch.labels, batch.is_swapped, parts=parts, held=held)
+        local_parts = range(rank * parts // ranks, (rank + 1) * parts // ranks)
+        # on the host: `nonzero` on the device would synchronise
+        targets = masked_targets(batch.labels, batch.is_swapped, parts=parts, local_parts=local_parts)
         return inputs, MaskedTargets(to(targets.places), to(targets.labels), to(targets.is_swapped))
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:

@@ -1,8 +1,8 @@
 """Sentences of a BERT sample, and its segments A and B.
 
 A sample is a run of consecutive sentences of one document, as in Megatron-LM's build_mapping. From the front
-of a document, a run ends with the sentence that brings it to its target length, if it then has two sentences
-or more and leaves two or more; else with the document. A document of one sentence gives no sample.
+of a document, a run ends with the sentence that reaches its target length, if it then has two or more
+sentences and two or more remain; else with the document. A document of one sentence has no sample.
 
 Sentences are the sequences of the corpus that hold tokens. Shapes: n samples.
 """
@@ -42,8 +42,8 @@ class TargetLengths:
 def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Ids]:
     """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n].
 
-    Of some documents at a time. Sentence k begins at token places[k] and is the corpus's sequence numbers[k];
-    document d begins with sentence bounds[d].
+    Documents are read in chunks. Sentence k of a chunk begins at token places[k] and is the corpus's sequence
+    numbers[k]; document d begins with sentence bounds[d].
     """
     documents = np.array(indexed.document_indices)
     spans, first, count = [np.empty((2, 0), dtype=np.int64)], 0, len(documents) - 1
@@ -52,7 +52,7 @@ def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Id
         last = min(count, max(first + 1, reach))
         low, high = int(documents[first]), int(documents[last])
         filled = np.flatnonzero(indexed.lengths[low:high])
-        # A copy: the index file's numbers are unaligned, so every search would make one.
+        # Copied, as the index file's numbers are unaligned, and every search would copy them.
         places = indexed.pointers[low:high][filled] // indexed.dtype.itemsize
         bounds = np.searchsorted(filled, documents[first : last + 1] - low)
         numbers = filled + low  # of each sentence among the corpus's sequences
@@ -79,7 +79,7 @@ def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Id
 class Pairs:
     """The two segments of each sample. Swapped: the first segment follows the second in the document.
 
-    places   int64 [n, 2]  token of the corpus each segment begins with
+    places   int64 [n, 2]  first token of each segment in the corpus
     lengths  int64 [n, 2]  tokens; at least 1
     swapped  bool [n]
     """
@@ -105,14 +105,14 @@ def make_pairs(indexed: IndexedDataset, begins: Ids, ends: Ids, targets: Ids, st
     places[swapped], lengths[swapped] = places[swapped, ::-1], lengths[swapped, ::-1]
     shortened = shorten(lengths, targets)
     cuts = np.stack([draw(states, 2), draw(states, 3)], axis=1)
-    # Any part of a segment may stay, evenly.
+    # The kept part of a segment starts anywhere, uniformly.
     return Pairs(places + below(cuts, lengths - shortened + 1), shortened, swapped)
 
 
 def shorten(lengths: Ids, targets: Ids) -> Ids:
-    """Lengths [n, 2] after tokens went one at a time from the longer segment (the second if equal).
+    """Lengths [n, 2] after removing tokens one at a time from the longer segment (the second if equal).
 
-    That is: while a segment is below half of the target the other gives all, else both end at half.
+    A segment below half of the target stays and the other is shortened; else both end at half.
     """
     first, second = lengths[:, 0], lengths[:, 1]
     excess = first + second > targets

@@ -51,8 +51,7 @@ class BERTSamples:
     labels: Ids
     """int64 [n, S]: the true token where one is to be predicted, else -100."""
     is_swapped: Ids
-    """int64 [n]: 1 where A follows B in the document (label of sentence-order prediction); -100 where that
-    is not scored."""
+    """int64 [n]: 1 if A follows B in the document (sentence-order prediction), -100 if not scored."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,9 +59,9 @@ class BERTSamples:
     def __getitem__(self, rows: "slice | Ids") -> "BERTSamples":
         return BERTSamples(*(getattr(self, f.name)[rows] for f in fields(self)))
 
-    def followed_by(self, others: "Sequence[BERTSamples]") -> "BERTSamples":
-        parts, names = [self, *others], [f.name for f in fields(self)]
-        return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    def followed_by(self, parts: "Sequence[BERTSamples]") -> "BERTSamples":
+        names = [f.name for f in fields(self)]
+        return BERTSamples(*(np.concatenate([getattr(x, name) for x in (self, *parts)]) for name in names))
 
     def batch(self, first_sample: int, tensor: "Callable[[Ids], Tensor]") -> "BERTBatch":
         tensors = {f.name: tensor(getattr(self, f.name)) for f in fields(self)}
@@ -90,9 +89,9 @@ class BERTBatch:
 class BERTDataset:
     """Training samples of a corpus with one sequence per sentence. Sample ids run from 0 to num_samples.
 
-    `cache_dir` keeps the samples' sentences of large epochs, as GPTDataset's (None: nowhere).
+    `cache_dir` keeps the samples' sentences of large epochs, as in GPTDataset (None: nowhere).
 
-    Raises UserError when seq_length holds no two sentences or no document has two.
+    Raises UserError if seq_length is too short for two sentences or no document has two.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class BERTDataset:
             name="bert",
             key=self._key,
         )
-        self._firsts = [0]  # first sample of epoch 0, 1, … as far as the epochs before it were looked at
+        self._firsts = [0]  # first sample of epoch 0, 1, …, as far as epochs were built
         if self.epoch(0).shape[1] == 0:
             raise UserError(
                 f"{indexed.bin_path} has no document of two sentences (sequences): build the corpus with "
@@ -145,12 +144,12 @@ class BERTDataset:
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         rows = max(1, BATCH // self.seq_length)
-        first, *others = (self._gather(ids[n : n + rows]) for n in range(0, max(1, len(ids)), rows))
-        return first.followed_by(others)
+        first, *parts = (self._gather(ids[n : n + rows]) for n in range(0, max(1, len(ids)), rows))
+        return first.followed_by(parts)
 
     def epoch(self, number: int) -> Ids:
         """First sequence of each of an epoch's samples and the one after its last, shuffled: int64 [2, n]."""
-        # an estimate: the number of samples is known once they are built
+        # an estimate: building the samples gives their number
         size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
         return self._epochs.get(number, is_large=size >= self.cache_from)
 
@@ -182,11 +181,7 @@ class BERTDataset:
             row[1 : 1 + a] = source[first : first + a]
             row[1 + a] = row[2 + a + b] = self.vocab.sep_id
             row[2 + a : 2 + a + b] = source[second : second + b]
-        if tokens.size and tokens.view(np.uint64).max() >= len(self.vocab.word_starts):
-            raise UserError(
-                f"{self.indexed.bin_path} holds token ids that the tokenizer's {len(self.vocab.word_starts)} "
-                f"do not cover: name the tokenizer that the corpus was built with"
-            )
+        self.vocab.check_tokens(tokens.view(np.uint64), self.indexed.bin_path)
         lengths = pairs.lengths.sum(axis=1) + SPECIAL
         columns = np.arange(self.seq_length)
         is_second = (columns >= pairs.lengths[:, :1] + 2) & (columns < lengths[:, None])

@@ -119,9 +119,9 @@ class GPT2(Transformer):
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, places: Tensor, x: Tensor | None = None) -> Tensor:
-        """Last stage: logits of the token after place `places[b]` of each sequence b. Others: hidden states.
+        """Last stage: logits of the token after position `places[b]` of sequence b. Others: hidden states.
 
-        In any layout that trains; without dropout. tokens [B, S] int64, places [B] int64 -> [B, vocab_size],
+        At every training layout; without dropout. tokens [B, S] int64, places [B] int64 -> [B, vocab_size],
         float32 (float64 for float64), on every tp and cp rank.
         """
         h = self.hidden_states(tokens, None, x)
@@ -138,7 +138,7 @@ class GPT2(Transformer):
         y = full_logits(last, self.vocabulary)
         return y.to(loss_dtype(y.dtype))
 
-    # The following are without sequence parallelism: sequences have lengths that tp does not divide.
+    # The following methods take no sequence parallelism, as tp does not divide the lengths of sequences.
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
@@ -146,9 +146,9 @@ class GPT2(Transformer):
 
         Args:
             tokens: [B, S] int64.
-            places: [R] int64 rows of the flattened hidden states: s * B + b is row b's token s, with all
-                before it as context. Only these go through the vocabulary projection.
-            labels: [R] int64 tokens after `places`; one place may have several.
+            places: [R] int64 rows of the flattened hidden states: s * B + b is row b's token s. Only these go
+                through the vocabulary projection.
+            labels: [R] int64 tokens after `places`; a place may occur several times.
             x: hidden states of the previous stage; None in the first stage.
 
         Returns:
@@ -173,8 +173,8 @@ class GPT2(Transformer):
     def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:
         """Extend the cached sequences by `tokens` [B, S], a step of incremental decoding.
 
-        Last stage: logits of the tokens after these, [B, vocab_size], on every tp rank; an empty tensor [0]
-        if `reading` wants none. Others: hidden states.
+        Last stage: logits of the next tokens, [B, vocab_size], on every tp rank; an empty tensor [0] without
+        `reading.wants_logits`. Others: hidden states.
         """
         assert not self.sequence_parallel
         assert self.cp.size == 1
@@ -187,17 +187,15 @@ class GPT2(Transformer):
             x = layer(x, None, None, reading, *angles)
         if not self.stage.is_last:
             return x
-        return (
-            full_logits(self.apply_final_norm(x[-1]), self.vocabulary)
-            if reading.wants_logits
-            else x.new_empty(0)
-        )
+        if not reading.wants_logits:
+            return x.new_empty(0)
+        return full_logits(self.apply_final_norm(x[-1]), self.vocabulary)
 
 
 class NextToken:
-    """Cross-entropy of each token given those before it, in nats.
+    """Cross-entropy of the next token, in nats.
 
-    `boundaries` selects what restarts at each document of a sample (attention, positions); None for nothing.
+    `boundaries` restart attention or positions at each document of a sample; None for one document.
     """
 
     metrics: tuple[str, ...] = ("loss",)

@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary positions, its heads split over the tensor-parallel ranks.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, K heads of keys and values, D head_dim, t =
-tensor-parallel size. n = N/t and k = K/t heads are of this rank; of K < t heads, each is held by t/K ranks.
+tensor-parallel size. This rank has n = N/t and k = K/t heads; if K < t, t/K ranks hold each head.
 """
 
 import math
@@ -18,9 +18,9 @@ from mlm.models.blocked_attention import (
     HeadLayout,
     causal_attention_in_blocks,
     generated_attention,
-    pays_in_blocks,
-    takes_generated_kernel,
-    takes_windowed_flash,
+    uses_blocks,
+    uses_generated_kernel,
+    uses_windowed_flash,
     windowed_flash_attention,
 )
 from mlm.models.cache import (
@@ -44,13 +44,13 @@ from mlm.parallel.mesh import Axis
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of each head of this rank, the same weight for all; its gradient is summed over tp."""
+    """RMSNorm of each head with one shared weight, whose gradient is summed over tp."""
 
     is_partial = True
 
 
 class AllHeadsNorm(RMSNorm):
-    """RMSNorm of all heads together, of which this rank holds n or k, each on `replicas` ranks."""
+    """RMSNorm over all heads together; this rank holds n or k of them, each on `replicas` ranks."""
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
@@ -72,7 +72,7 @@ class AllHeadsNorm(RMSNorm):
 
 
 class SinkLogits(nn.Module):
-    """A logit for each head of this rank, besides the keys': it takes probability and has no value."""
+    """Attention-sink logit of each head of this rank: a key without a value."""
 
     tp_dims: ClassVar[dict[str, int]] = {"bias": 0}
 
@@ -135,7 +135,7 @@ class GroupedQueryAttention(SelfAttention):
             sequence_parallel=self.query.sequence_parallel,
             computes=(self.query.compute, self.kv.compute),
         )
-        return self.join(self.query.adapted(q, x), self.kv.adapted(kv, x), rotary)
+        return self.join(self.query.add_adapter_output(q, x), self.kv.add_adapter_output(kv, x), rotary)
 
     def join(self, q: Tensor, kv: Tensor, rotary: Rotary | None) -> Tensor:
         """Norm and rotate products of heads, all of this rank's or a part: the result of `project`."""
@@ -199,18 +199,18 @@ class GroupedQueryAttention(SelfAttention):
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
         sinks = self.sink_logits
         if bias is None and p == 0:
-            if sinks is None and takes_windowed_flash(qkv, self.head_dim, self.scores):
+            if sinks is None and uses_windowed_flash(qkv, self.head_dim, self.scores):
                 return windowed_flash_attention(*self.heads(qkv), self.scores)
-            if sinks is None and takes_generated_kernel(qkv, self.head_dim, self.scores):
+            if sinks is None and uses_generated_kernel(qkv, self.head_dim, self.scores):
                 return generated_attention(*self.heads(qkv), self.scores)
-            if pays_in_blocks(qkv, self.scores):
+            if uses_blocks(qkv, self.scores):
                 return self._in_blocks(qkv)
             if sinks is not None:
                 return self._with_sinks(qkv, sinks)
         if self.scores.softcap or sinks is not None:
             return self.unfused(qkv, partial(F.dropout, p=p), bias, causal)
         q, k, v = self.heads(qkv)
-        if qkv.is_cpu:  # its kernel reads rows far apart a tenth slower
+        if qkv.is_cpu:  # its kernel reads strided rows a tenth slower
             k, v = k.contiguous(), v.contiguous()
         if bias is None:
             return merge_heads(causal_attention(q, k, v, self.scores, p=p))
@@ -234,7 +234,7 @@ class GroupedQueryAttention(SelfAttention):
 
     @skip_compile
     def _with_sinks(self, qkv: Tensor, sinks: Tensor) -> Tensor:
-        """Attention by the kernel that returns log-sum-exps, or in blocks where there is none."""
+        """Attention by a kernel that returns log-sum-exps, or in blocks."""
         q, k, v = self.heads(qkv)
         if fused_kernel(q, self.scores) is None:
             return self._in_blocks(qkv)

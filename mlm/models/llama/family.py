@@ -7,7 +7,7 @@ from mlm.models.llama import settings
 FAMILY = ModelFamily(
     model="mlm.models.llama.model:Llama",
     causal=True,
-    packs=False,  # its heads lie otherwise, and a window would have to be one of the kernel's
+    packs=False,  # another order of heads, and windows
     objective="mlm.models.gpt2.model:NextToken.of",
     samples=Windows(),
     splits_sequences=True,

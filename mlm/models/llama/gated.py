@@ -40,9 +40,9 @@ class GatedMLP(MLP):
 def gate(
     y: Tensor, activation: str, block: int | None = None, *, clamp: tuple[float, float] | None = None
 ) -> Tensor:
-    """act(gate) * up of rows `[block][gate, up][block's size]`, None for one: [..., 2F/t] -> [..., F/t].
+    """act(gate) * up of rows ordered `[F/t / block][gate, up][block]`: [..., 2F/t] -> [..., F/t].
 
-    `clamp` is (limit, alpha) of a clamped SwiGLU.
+    `block` None means one block; `clamp` is (limit, alpha) of a clamped SwiGLU.
     """
     pairs = y.unflatten(-1, (-1, 2, block or y.shape[-1] // 2))  # [..., blocks/t, 2, F / blocks]
     fuses = (clamp is not None or activation == "silu") and not torch.compiler.is_compiling()
@@ -52,7 +52,7 @@ def gate(
         gated = _ClampedSwiGLU.apply(pairs, *clamp)  # type: ignore[no-untyped-call]
     elif activation != "silu":
         gated = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
-    elif torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
+    elif torch.compiler.is_compiling():  # decides what to save, and cannot trace results written in parts
         gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
     else:
         gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def gate(
 
 
 class _Gate(torch.autograd.Function):
-    """A SwiGLU, clamped or not, in one pass forward and one backward, by Triton; keeps its input."""
+    """SwiGLU, clamped or not, by Triton in one pass forward and one backward; saves its input."""
 
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, *numbers: float) -> Tensor:
@@ -75,7 +75,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """(u + 1) g s(alpha g) of [..., 2, F], g = min(gate, limit), -limit <= u <= limit; keeps its input."""
+    """(u + 1) g s(alpha g) of [..., 2, F], g = min(gate, limit), -limit <= u <= limit; saves its input."""
 
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, limit: float, alpha: float) -> Tensor:
@@ -97,9 +97,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2, F]; only its input is kept.
+    """silu(gate) * up of [..., 2, F]; saves only its input.
 
-    On a CPU the input is copied with all gates first: rows as short as a block's take twice as long.
+    On a CPU the input is copied with all gates first: rows as short as a block take twice as long.
     """
 
     @staticmethod

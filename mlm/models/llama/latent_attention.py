@@ -2,9 +2,9 @@
 
 Source: DeepSeek-V2 (arXiv:2405.04434, section 2.1), as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.1).
 
-Products from the hidden states down to the latents are replicated over tp, those from the latents up to the
-heads are split by heads. Only the latents are cached while text is generated: then the products up move to
-the other side of the scores, q^T (W c) = (W^T q)^T c, and all heads attend to one head of latents.
+Down projections from hidden states to latents are replicated over tp, up projections from latents to heads
+are split by heads. Generation caches only the latents: the up projections move to the other side of the
+scores, q^T (W c) = (W^T q)^T c, and all heads attend to one head of latents.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, t = tensor-parallel size, n = N/t heads of this rank.
 Widths of a head: R rotated dimensions, P others, D = R + P of queries and keys, W of values; Q and C of the
@@ -28,14 +28,14 @@ from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.layers import ColumnParallelLinear
 
 LATENT_EPS = 1e-6
-"""Added to the mean squares of latents, whatever model.layer_norm_eps, as in DeepSeek's own code."""
+"""Added to the mean squares of latents, independent of model.layer_norm_eps, as in DeepSeek's code."""
 
 
 class LatentAttention(GroupedQueryAttention):
     """Attention whose keys and values come from a latent vector (model.options.kv_lora_rank).
 
     Rows of the weights: `query` [head][R, P], `kv` [head][P, W], `kv_down` [C, R]. All heads share the R
-    rotated dimensions of keys. Values are padded to D, as the kernels take one width.
+    rotated dimensions of keys. Values are padded to D, as kernels take one width.
     """
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
@@ -87,7 +87,7 @@ class LatentAttention(GroupedQueryAttention):
         y = self.query_down_norm(self.query_down(x)) if hasattr(self, "query_down") else x
         q = self.query(y).unflatten(-1, (-1, self.head_dim))
         latent, keys = self.kv_down(x).split([self.latent_dim, self.rope_dim], dim=-1)
-        # f: keys that all heads share have the gradients of this rank's heads
+        # f: keys shared by all heads have partial gradients from this rank's heads
         keys = gather_sequence(keys, self.tp) if self.sequence_parallel else copy_to_tp(keys, self.tp)
         q = rotary.rotate(q)
         q = q if self.score_factor == 1 else q * self.score_factor
@@ -106,7 +106,7 @@ class LatentAttention(GroupedQueryAttention):
         return y
 
     def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
-        """Attention to the tokens before a pass, of which latents are cached: [S, B, n W]."""
+        """Attention to earlier tokens by their cached latents: [S, B, n W]."""
         q, latent, rotated = self._latents(x, rotary)
         cached = torch.cat([rotated, latent.unsqueeze(2)], dim=-1).permute(1, 2, 0, 3)  # [B, 1, S, R + C]
         if isinstance(reading, PrefillPass):

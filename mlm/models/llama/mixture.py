@@ -27,8 +27,8 @@ class MixtureOfExperts(nn.Module):
     """y = sum over a token's k experts of weight * MLP_e(x), and the shared experts' MLP(x).
 
     Inside an expert split over tp each rank has a term of the sum: x and the weights enter by f, y leaves by
-    g, as around a dense MLP. With sequence parallelism each rank chooses for its own rows. Experts that tp
-    does not split (expert_tp=1) take those rows as they are.
+    g, as around a dense MLP. With sequence parallelism each rank routes its rows; experts that tp does not
+    split (expert_tp=1) take these rows.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MixtureOfExperts(nn.Module):
 
     @skip_compile
     def _send(self, x: Tensor, routing: Routing) -> tuple[Exchange, Order, Tensor, Tensor]:
-        """Begin to send each token's rows to their experts; weights are of all tokens, [S, B, k]."""
+        """Begin to send rows to their experts; also return the weights of all tokens, [S, B, k]."""
         rows, experts, weights = (self.enter(t, self.axes.tp) for t in (x, routing.experts, routing.weights))
         num_experts = self.router.settings.num_experts
         order = sort_by_expert(experts.flatten(0, 1), num_experts, drops=routing.drops)
@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
 
     @skip_compile
     def _receive(self, exchange: Exchange, order: Order, weights: Tensor, in_flight: Tensor) -> Tensor:
-        """The weighted outputs of each token's experts: [S, B, H], or this rank's part of the sequence."""
+        """Weighted sum of each token's expert outputs: [S, B, H], or this rank's part of the sequence."""
         y = self.experts(exchange.finish(in_flight), exchange.runs)
         y = combine(exchange.back(y), weights.flatten(0, 1), order).view(*weights.shape[:2], -1)
         return self.leave(y, self.axes.tp)

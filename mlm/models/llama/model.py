@@ -99,9 +99,9 @@ class Llama(GPT2):
             return Rotary.of(positions.t(), *frequencies(settings, dtype, x.device), x.dtype)
 
         if settings.rope_scaling == "longrope":
-            shown = [length * self.cp.size] if lengths is None else lengths
+            read_lengths = [length * self.cp.size] if lengths is None else lengths
             choices = [frequencies(settings, dtype, x.device, is_long=is_long) for is_long in (False, True)]
-            is_long = [each > settings.rope_original_positions for each in shown]
+            is_long = [n > settings.rope_original_positions for n in read_lengths]
             chosen = torch.stack([choices[flag][0] for flag in is_long])  # [B or 1, R/2]
             return Rotary.of(positions.t(), chosen.unsqueeze(1), choices[0][1], x.dtype)
         if settings.window and settings.window_rope_theta:

@@ -7,7 +7,7 @@ by s lets positions s times as far apart look like pretraining's:
     llama3  long wavelengths only, with a ramp between (arXiv:2407.21783, section 3.4.2)
     yarn    by a dimension's rotations in the original context, with a ramp, and attention's temperature by a
             factor on queries and keys (arXiv:2309.00071, sections 3.2 and 3.4)
-    longrope  by searched factors, of short texts and of long ones (arXiv:2402.13753, section 3)
+    longrope  by searched factors for short and for long texts (arXiv:2402.13753, section 3)
 
 Computed in float32, as the models were trained, unless activations are float64.
 """
@@ -25,7 +25,7 @@ def frequencies(
 ) -> tuple[Tensor, float]:
     """Return the frequencies [R/2] in radians a token, and the factor of cosines and sines.
 
-    `is_long`: of a text that is longer than the original context.
+    `is_long`: the text is longer than the original context.
     """
     size, scale = settings.rotary_dim, settings.rope_factor
     plain = 1.0 / settings.rope_theta ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size)
@@ -35,8 +35,8 @@ def frequencies(
         case "llama3":
             waves = settings.rope_original_positions * plain / (2 * math.pi)
             low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
-            kept = ((waves - low) / (high - low)).clamp(0, 1)
-            return kept * plain + (1 - kept) * plain / scale, 1.0
+            unscaled = ((waves - low) / (high - low)).clamp(0, 1)
+            return unscaled * plain + (1 - unscaled) * plain / scale, 1.0
         case "yarn":
             factor = settings.rope_attention_factor or 0.1 * math.log(scale) + 1.0
             scaled = _yarn_ramp(plain, settings)
@@ -44,8 +44,8 @@ def frequencies(
         case "longrope":
             listed = settings.rope_long_factors if is_long else settings.rope_short_factors
             factors = torch.tensor([float(n) for n in listed.split()], dtype=dtype, device=device)
-            usual = math.sqrt(1 + math.log(scale) / math.log(settings.rope_original_positions))
-            return plain / factors, settings.rope_attention_factor or usual
+            default = math.sqrt(1 + math.log(scale) / math.log(settings.rope_original_positions))
+            return plain / factors, settings.rope_attention_factor or default
         case _:
             return plain, 1.0
 

@@ -20,7 +20,7 @@ MODEL_TYPES = (
     *("qwen2_moe", "olmoe", "deepseek_v3", "deepseek_v2", "gpt_oss", "olmo2", "olmo3", "gemma"),
     *("gemma2", "gemma3_text"),
 )
-"""What model_type may be: the rows of VARIANTS (mlm/convert/huggingface/llama_variants.py)."""
+"""Values of model_type: the rows of VARIANTS (mlm/convert/huggingface/llama_variants.py)."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 SCALED = OnlyIf("rope_scaling", *ROPE_TYPES[1:])
 LLAMA3, YARN = OnlyIf("rope_scaling", "llama3"), OnlyIf("rope_scaling", "yarn")
@@ -151,20 +151,20 @@ class LlamaSettings(RouterSettings):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
-        """The settings of a model, with defaults that depend on it, without values of a wrong type."""
-        given = {
+        """Settings of a model, with its defaults filled in and values of a wrong type ignored."""
+        values = {
             name: type(DEFAULTS[name])(value)
             for name, value in model.options.items()
             if name in DEFAULTS and option_problem(DEFAULTS, name, value) is None
         }
-        given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
-        given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
-        if given.get("kv_lora_rank"):
-            given["v_head_dim"] = given.get("v_head_dim") or given["head_dim"]
-        given["rope_original_positions"] = given.get("rope_original_positions") or model.max_positions
-        if given.get("num_experts"):
-            given["expert_ffn_size"] = given.get("expert_ffn_size") or model.ffn_size
-        return cls(**given)  # type: ignore[arg-type]
+        values["num_kv_heads"] = values.get("num_kv_heads") or model.num_heads
+        values["head_dim"] = values.get("head_dim") or model.hidden_size // model.num_heads
+        if values.get("kv_lora_rank"):
+            values["v_head_dim"] = values.get("v_head_dim") or values["head_dim"]
+        values["rope_original_positions"] = values.get("rope_original_positions") or model.max_positions
+        if values.get("num_experts"):
+            values["expert_ffn_size"] = values.get("expert_ffn_size") or model.ffn_size
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def rotary_dim(self) -> int:
@@ -208,14 +208,15 @@ LLAMA_FORMS = (
     *("bias", "gated", "residual_multiplier", "logit_multiplier", "parallel", "layer_norm"),
     "swiglu_limit",
 )
-"""Options that a program of plain Llamas does not compute, of which a converter rejects the unusual ones."""
+"""Options that plain Llama implementations lack: converters reject other values than the defaults."""
 
 
 def unusual_form(settings: LlamaSettings) -> str | None:
     """Return NAME=VALUE of the first of LLAMA_FORMS that is not a plain Llama's; None if there is none."""
-    unusual = (name for name in LLAMA_FORMS if getattr(settings, name) != DEFAULTS[name])
-    name = next(unusual, None)
-    return None if name is None else f"{name}={format_value(getattr(settings, name))}"
+    for name in LLAMA_FORMS:
+        if (value := getattr(settings, name)) != DEFAULTS[name]:
+            return f"{name}={format_value(value)}"
+    return None
 
 
 def architecture(model: ModelConfig) -> Architecture:
@@ -249,10 +250,7 @@ def architecture(model: ModelConfig) -> Architecture:
 
 
 def dense_twin(model: ModelConfig) -> ModelConfig | None:
-    """Return the dense model of which experts can be copies; None for a dense model.
-
-    Raises ConfigError if they cannot.
-    """
+    """Return the dense model to upcycle from; None for a dense model. Raises ConfigError if it differs."""
     settings = LlamaSettings.of(model)
     if not settings.num_experts:
         return None
@@ -280,7 +278,7 @@ def warning(model: ModelConfig) -> str | None:
 
 
 def num_blocks(model: ModelConfig) -> int:
-    """Return the pieces of the MLP that a tp may be split between: every valid tp divides them."""
+    """Number of blocks of the MLP, which every valid tp divides."""
     return math.gcd(model.num_heads, model.ffn_size)
 
 
@@ -424,11 +422,11 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
         yield "router_top_groups", why, f"use model.options.router_top_groups={groups}"
     most = experts // groups * settings.router_top_groups
     if not 1 <= settings.experts_per_token <= most:
-        known = f"model.options.num_experts={experts}"
+        bound = f"model.options.num_experts={experts}"
         if most < experts:
-            known = f"the {most} experts of router_top_groups={settings.router_top_groups} groups"
+            bound = f"the {most} experts of router_top_groups={settings.router_top_groups} groups"
         fix = f"use model.options.experts_per_token={max(1, min(settings.experts_per_token, most))}"
-        yield "experts_per_token", f"must be from 1 to {known}", fix
+        yield "experts_per_token", f"must be from 1 to {bound}", fix
     if settings.router_group_best < 1:
         yield "router_group_best", "must be 1 or more", "use 2, or 1 for the best expert alone"
     if not settings.router_scale > 0:

@@ -51,7 +51,7 @@ def architecture(model: ModelConfig) -> Architecture:
 
 
 class FullSentences:
-    """Masked windows of a corpus, of documents one after the other."""
+    """Masked windows of a corpus of concatenated documents."""
 
     def train(
         self,
@@ -63,22 +63,22 @@ class FullSentences:
         seed: int,
         cache: Path | None,
     ) -> MaskedWindows:
-        length = data.seq_length - FRAME - 1  # a window has one token more
+        length = data.seq_length - FRAME - 1  # windows have one more token
         windows = GPTDataset(
             IndexedDataset(prefix), seq_length=length, num_samples=num_samples, seed=seed, cache_dir=cache
         )
-        return masked(windows, data, tokenizer, seed)
+        return mask_windows(windows, data, tokenizer, seed)
 
     def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> MaskedWindows:
-        """Return one pass over a corpus, masked in one way whatever the run's seed."""
+        """Return one pass over a corpus, masked independently of the run's seed."""
         windows = EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length - FRAME - 1)
-        return masked(windows, data, tokenizer, seed=0)
+        return mask_windows(windows, data, tokenizer, seed=0)
 
     def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
         return SyntheticBERT(vocab_size, data.seq_length, num_samples, seed)
 
 
-def masked(
+def mask_windows(
     windows: GPTDataset | EvalWindows, data: DataConfig, tokenizer: Tokenizer | None, seed: int
 ) -> MaskedWindows:
     return MaskedWindows(
@@ -107,9 +107,9 @@ def model_problem(model: ModelConfig) -> Problem | None:
 
 
 def padding_problem(model: ModelConfig, tokenizer: Tokenizer) -> Problem | None:
-    """Return the problem of a model whose positions begin elsewhere than after the id of padding.
+    """Return the problem of a model whose first position is not one after the id of padding.
 
-    `transformers` finds the first row of the position table by that id.
+    `transformers` derives the first row of the position table from that id.
     """
     offset, pad = position_offset(model), tokenizer.pad_id
     if not offset or pad is None or offset == pad + 1:

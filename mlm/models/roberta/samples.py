@@ -12,7 +12,6 @@ from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.samples import BERTSamples
 from mlm.parallel.config import IGNORE_INDEX
-from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 
 FRAME = 2
@@ -50,11 +49,7 @@ class MaskedWindows:
     def gather(self, sample_ids: ArrayLike) -> BERTSamples:
         """Samples in bulk. The ids must be in range. Raises UserError on a token outside the vocabulary."""
         windows = self.windows.gather(sample_ids)  # [n, S - 2], -100 after the end of the corpus
-        if windows.max(initial=0) >= (size := len(self.vocab.word_starts)):
-            raise UserError(
-                f"{self.windows.indexed.bin_path} holds token ids that the tokenizer's {size} do not cover: "
-                "name the tokenizer that the corpus was built with"
-            )
+        self.vocab.check_tokens(windows, self.windows.indexed.bin_path)
         inside = windows != IGNORE_INDEX
         lengths, vocab = inside.sum(axis=1) + FRAME, self.vocab
         tokens = np.full((len(windows), windows.shape[1] + FRAME), vocab.pad_id, dtype=np.int64)

@@ -1,11 +1,11 @@
 """Exchange of tokens between the ranks that route them and the ranks that hold their experts.
 
-A rank's tokens are sorted by expert, so that each expert's rows lie together. Experts are split over the ep
-axis in runs of consecutive numbers: rows for the same rank lie together too, and go there in one all-to-all.
-There they are sorted once more, rows of one expert next to each other, whichever rank sent them.
+A rank's tokens are sorted by expert, so that each expert's rows are contiguous. The ep axis splits experts
+into runs of consecutive numbers: rows for the same rank are contiguous too, and sent in one all-to-all. The
+receiver sorts them by expert again.
 
-`Exchange.start` and `Exchange.finish` are two nodes of the graph, so that what is computed between them (the
-shared experts) runs while the rows travel: in the forward pass, and again in the backward pass.
+`Exchange.start` and `Exchange.finish` are two nodes of the graph, so that computation between them (the
+shared experts) overlaps the transfer, forward and backward.
 
 Shapes: T tokens of this rank, H hidden, k experts per token, E experts, R rows: one per token and expert.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import Pending, all_to_all, start_all_to_all
-from mlm.parallel.matmul import Runs, kernels_for
+from mlm.parallel.matmul import GroupedRows, kernels_for
 from mlm.parallel.mesh import CPU, Axis
 
 
@@ -29,21 +29,20 @@ class Order:
     """Rows of a rank's tokens, sorted by expert; within an expert by token. Numbers are computed once."""
 
     sorted_slots: Tensor
-    """[T k] int64: the slots (token, choice) by expert; those whose choice is dropped are last."""
-    runs: Runs
+    """[T k] int64: the slots (token, choice) by expert; slots of dropped choices are last."""
+    runs: GroupedRows
     """Rows of each of the E experts."""
     per_token: int
     """k."""
     drops: bool = False
-    """True if choices may be dropped: the number of rows is then the host's to ask for."""
+    """True if choices may be dropped: the host then has to read the number of rows."""
 
     def inverse(self) -> "Order":
-        """Order that brings rows back, of one choice a token."""
         return Order(self.rows, self.runs, 1)
 
     @cached_property
     def slots(self) -> Tensor:
-        """[R] int64: which of the T k slots each row is of."""
+        """[R] int64: slot of each row."""
         return self.sorted_slots[: sum(self.runs.counts)] if self.drops else self.sorted_slots
 
     @cached_property
@@ -62,27 +61,27 @@ class Order:
 def sort_by_expert(experts: Tensor, num_experts: int, *, drops: bool = True) -> Order:
     """Order of rows for choices [T, k]; a choice of `num_experts` is dropped and has no row.
 
-    `drops` is False if there are none: nothing of the order then depends on numbers that a GPU's host waits
-    for. On the meta device, shapes are as for even loads.
+    `drops` False means that no choice is dropped: then the host of a GPU does not wait for numbers. On the
+    meta device, shapes are as for even loads.
     """
     flat = experts.flatten()
     if flat.is_meta:
-        share, rest = divmod(len(flat), num_experts)
-        even = tuple(share + (expert < rest) for expert in range(num_experts))
-        return Order(flat, Runs(even), experts.shape[1])
+        share, remainder = divmod(len(flat), num_experts)
+        even = tuple(share + (expert < remainder) for expert in range(num_experts))
+        return Order(flat, GroupedRows(even), experts.shape[1])
     if flat.is_cpu:  # NumPy sorts numbers of 8 or 16 bits by their digits
         labels = flat.numpy()
         loads: list[int] = np.bincount(labels, minlength=num_experts + 1).tolist()
         slots = torch.from_numpy(labels.astype(np.min_scalar_type(num_experts)).argsort(kind="stable"))
-        return Order(slots, Runs(loads[:num_experts]), experts.shape[1], drops)
+        return Order(slots, GroupedRows(loads[:num_experts]), experts.shape[1], drops)
     return sort_on_device(flat, num_experts, experts.shape[1], drops=drops)
 
 
 def sort_on_device(labels: Tensor, num_experts: int, per_token: int, *, drops: bool) -> Order:
-    """`sort_by_expert` of labels [T k], with nothing read back."""
+    """`sort_by_expert` of labels [T k] without reading back."""
     if (kernels := kernels_for(labels)) is not None:
         slots, tokens, rows, ends = kernels.sort_labels(labels, num_experts, per_token)
-        order = Order(slots, Runs(ends=ends), per_token, drops)
+        order = Order(slots, GroupedRows(ends=ends), per_token, drops)
         order.rows = rows
         if not drops:
             order.tokens = tokens
@@ -90,11 +89,11 @@ def sort_on_device(labels: Tensor, num_experts: int, per_token: int, *, drops: b
     numbers, slots = labels.to(torch.int16).sort(stable=True)
     experts = torch.arange(num_experts, dtype=torch.int16, device=labels.device)
     ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
-    return Order(slots, Runs(ends=ends), per_token, drops)
+    return Order(slots, GroupedRows(ends=ends), per_token, drops)
 
 
 class _Permute(torch.autograd.Function):
-    """A copy of its token for each row: [T, H] -> [R, H]. The gradient of a token is its rows' sum."""
+    """Copy each row's token: [T, H] -> [R, H]. The gradient of a token is its rows' sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
@@ -111,7 +110,7 @@ class _Permute(torch.autograd.Function):
         if not slots.is_cpu:
             return slots.sum(1), None
         total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32))
-        for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over so few
+        for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over few slots
             total = total + slots[:, slot]
         return total.to(slots.dtype), None
 
@@ -119,7 +118,7 @@ class _Permute(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     """Sum of each token's rows by its weights [T, k], in the order of its choices: [R, H] -> [T, H].
 
-    In the weights' dtype; how rows were sorted or sent changes no bit.
+    Summed in the weights' dtype; bits do not depend on how rows were sorted or sent.
     """
 
     @staticmethod
@@ -169,45 +168,46 @@ class Exchange:
         runs: rows of each of the E experts, in the order in which this rank holds them.
     """
 
-    def __init__(self, ep: Axis, runs: Runs, device: torch.device) -> None:
+    def __init__(self, ep: Axis, runs: GroupedRows, device: torch.device) -> None:
         self.runs = runs
         """Rows of each expert of this rank, from all ranks."""
         self.order: Order | None = None
-        """Order by expert of the rows that arrive; None where none travel."""
+        """Order by expert of received rows; None on an axis of one rank."""
         if ep.size == 1:
             return
         ends = runs.ends(device)
-        here = len(ends) // ep.size
+        local_count = len(ends) // ep.size
         if ep.group is None or device.type == "meta":  # shapes alone: loads are even
-            kept = runs.counts[ep.rank * here : (ep.rank + 1) * here]
-            given = taken = [sum(kept)] * ep.size
-            sources, by_rank, device = None, torch.tensor(kept).repeat(ep.size), CPU
-            counts = [ep.size * count for count in kept]
-        else:  # each rank learns how many rows it gets, by rank and expert: the one wait of a layer
-            sent, sizes = ends.diff(prepend=ends.new_zeros(1)).long(), [here] * ep.size
+            local = runs.counts[ep.rank * local_count : (ep.rank + 1) * local_count]
+            sizes_to = sizes_from = [sum(local)] * ep.size
+            sources, by_rank, device = None, torch.tensor(local).repeat(ep.size), CPU
+            counts = [ep.size * count for count in local]
+        else:  # exchange row counts by rank and expert: the only wait of a layer
+            sent, sizes = ends.diff(prepend=ends.new_zeros(1)).long(), [local_count] * ep.size
             by_rank = all_to_all(sent, ep, sizes, sizes)
-            table = torch.stack([sent, by_rank]).view(2, ep.size, here).tolist()
+            table = torch.stack([sent, by_rank]).view(2, ep.size, local_count).tolist()
             runs.counts = tuple(count for row in table[0] for count in row)
-            given, taken = ([sum(row) for row in rows] for rows in table)
+            sizes_to, sizes_from = ([sum(row) for row in rows] for rows in table)
             counts, sources = list(map(sum, zip(*table[1], strict=True))), table[1]
-        self.outward, self.homeward = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
-        experts = torch.arange(here, device=device).repeat(ep.size)
-        arriving = experts.repeat_interleave(by_rank, output_size=sum(taken)).unsqueeze(1)
-        order = sort_by_expert(arriving, here, drops=False)
-        self.runs = Runs(counts, None if ends.is_meta else order.runs.ends(device))
+        self.outward = _Transfer(ep, sizes_to, sizes_from)
+        self.homeward = _Transfer(ep, sizes_from, sizes_to)
+        experts = torch.arange(local_count, device=device).repeat(ep.size)
+        arriving = experts.repeat_interleave(by_rank, output_size=sum(sizes_from)).unsqueeze(1)
+        order = sort_by_expert(arriving, local_count, drops=False)
+        self.runs = GroupedRows(counts, None if ends.is_meta else order.runs.ends(device))
         self.runs.sources = sources
         self.order = order if ends.is_cuda else replace(order, sorted_slots=order.slots.to(ends.device))
 
     def start(self, rows: Tensor) -> Tensor:
-        """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""
+        """Begin to send each expert's rows to its rank: [R, H]. Do not read the result before `finish`."""
         return rows if self.order is None else _begin(rows, self.outward)
 
     def finish(self, rows: Tensor) -> Tensor:
-        """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
+        """Wait for the rows of this rank's experts, sorted by expert: [R', H]."""
         return rows if self.order is None else permute(_end(rows, self.outward), self.order)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
+        """Return each row to its sender, in the order of sending: [R', H] -> [R, H]."""
         if self.order is None:
             return rows
         return _end(_begin(permute(rows, self.order.inverse()), self.homeward), self.homeward)
@@ -218,17 +218,17 @@ class _Transfer:
     """An all-to-all of rows, and of their gradients the other way round."""
 
     ep: Axis
-    given: Sequence[int]
+    sizes_to: Sequence[int]
     """Rows for each rank."""
-    taken: Sequence[int]
+    sizes_from: Sequence[int]
     """Rows from each rank."""
     pending: Pending | None = None
-    """The all-to-all between its start and its end, in either pass."""
+    """The all-to-all in progress, in either pass."""
 
     def wait(self) -> Tensor:
         assert self.pending is not None
-        arrived, self.pending = self.pending.wait(), None
-        return arrived
+        received, self.pending = self.pending.wait(), None
+        return received
 
 
 class _Begin(torch.autograd.Function):
@@ -237,7 +237,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
-        transfer.pending = start_all_to_all(x, transfer.ep, transfer.given, transfer.taken)
+        transfer.pending = start_all_to_all(x, transfer.ep, transfer.sizes_to, transfer.sizes_from)
         return transfer.pending.out
 
     @staticmethod
@@ -257,7 +257,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         transfer = ctx.transfer
-        transfer.pending = start_all_to_all(dy, transfer.ep, transfer.taken, transfer.given)
+        transfer.pending = start_all_to_all(dy, transfer.ep, transfer.sizes_from, transfer.sizes_to)
         return dy, None  # only its shape is read
 
 

@@ -1,4 +1,4 @@
-"""The experts of a layer: MLPs of one shape, each for the rows of its own.
+"""The experts of a layer: MLPs of one shape, each for its rows.
 
 Shapes: R rows sorted by expert, e experts of this rank, H hidden, F width of an expert, t = tensor-parallel
 size inside an expert.
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, choose_copy
 from mlm.parallel.layers import split
-from mlm.parallel.matmul import Runs, grouped_gradients, grouped_product, weight_gradient
+from mlm.parallel.matmul import GroupedRows, grouped_gradients, grouped_product, weight_gradient
 from mlm.parallel.mesh import ExpertAxes
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y = x W_e^T, each row by the weight of its expert. What is kept is x and the weight."""
+    """y = x W_e^T, each row by the weight of its expert. Saves x and the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, runs: Runs) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, runs: GroupedRows) -> Tensor:
         saved = choose_copy(cast, weight, x.dtype).flatten(1, -2)
         ctx.save_for_backward(x, saved)
         ctx.runs, ctx.weight_shape, ctx.weight_dtype = runs, weight.shape, weight.dtype
@@ -39,11 +39,11 @@ class _GroupedLinear(torch.autograd.Function):
 class _AddBiases(torch.autograd.Function):
     """Add to each row, in place, the bias of its expert [e, …], in the columns from `first` on.
 
-    By products with rows' experts as one-hot vectors: sums that no order changes, and no wait for counts.
+    By products with one-hot vectors of the rows' experts: no wait for counts, and sums without an order.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, runs: Runs, first: int) -> Tensor:
+    def forward(ctx: Any, y: Tensor, bias: Tensor, runs: GroupedRows, first: int) -> Tensor:
         flat = bias.flatten(1).to(y.dtype)  # [e, O/t] of y [R, O]
         ctx.mark_dirty(y)
         ctx.runs, ctx.shape, ctx.dtype = runs, bias.shape, bias.dtype
@@ -59,7 +59,7 @@ class _AddBiases(torch.autograd.Function):
         return dy, db.view(ctx.shape), None, None
 
 
-def one_hot_experts(rows: Tensor, runs: Runs) -> Tensor:
+def one_hot_experts(rows: Tensor, runs: GroupedRows) -> Tensor:
     """1 in the column of each row's expert: [R, e]; 0 in rows after the last run."""
     ends = runs.ends(rows.device)
     numbers = torch.arange(len(rows), device=rows.device)[:, None]
@@ -68,18 +68,18 @@ def one_hot_experts(rows: Tensor, runs: Runs) -> Tensor:
 
 
 class Experts(ComputesInHalf):
-    """e of the E experts of a layer, gated MLPs: y = W2 inner(W1 x + b1) + b2, biases where there are any.
+    """e of the E experts of a layer, gated MLPs: y = W2 inner(W1 x + b1) + b2, with optional biases.
 
     Dim 0 of all parameters is split over ep; inside an expert W1 is split by column and W2 by row
-    (arXiv:1909.08053, figure 3a), so that y is this rank's term of a sum over tp. Of b2 each rank adds its
-    part alone.
+    (arXiv:1909.08053, figure 3a), so that y is this rank's term of a sum over tp. Each rank adds its part of
+    b2.
 
     Args:
         num_experts: E.
         hidden_size: H.
         ffn_size: F.
         inner: input of W2 for the output of W1, gates before the rest: [R, 2F/t] -> [R, F/t].
-        axes: those that split the experts (ep) and each of them (tp), and hold copies.
+        axes: axes that split the experts (ep) and each expert (tp), and that hold copies.
         init_stds: standard deviations of the initial weights W1 and W2.
         bias: have biases.
     """
@@ -101,34 +101,34 @@ class Experts(ComputesInHalf):
         self.inner, self.expert_axes = inner, axes
         self.lora: Any = None  # an ExpertAdapter (low_rank.py)
         self.add_gradients: dict[str, Callable[..., None]] = {}
-        """Receive the number of a source of rows, and a weight's gradient from it (exact_gradients.py)."""
+        """Functions of a source's number and its weight gradient, by weight (exact_gradients.py)."""
         ep, tp = axes.ep, axes.tp
         self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
         if num_experts % ep.size:
             raise ValueError(f"num_experts={num_experts} must be divisible by ep={ep.size}")
-        here, width = num_experts // ep.size, split(ffn_size, "expert_ffn_size", tp)
-        self.up = nn.Parameter(torch.empty(here, 2, width, hidden_size))  # [e, 2, F/t, H]: gates, rest
-        self.down = nn.Parameter(torch.empty(here, hidden_size, width))  # [e, H, F/t]
+        count, width = num_experts // ep.size, split(ffn_size, "expert_ffn_size", tp)
+        self.up = nn.Parameter(torch.empty(count, 2, width, hidden_size))  # [e, 2, F/t, H]: gates, rest
+        self.down = nn.Parameter(torch.empty(count, hidden_size, width))  # [e, H, F/t]
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if bias:
             part = split(hidden_size, "hidden_size", tp)
-            self.up_bias = nn.Parameter(torch.zeros(here, 2, width))  # [e, 2, F/t]
-            self.down_bias = nn.Parameter(torch.zeros(here, part))  # [e, H/t]
+            self.up_bias = nn.Parameter(torch.zeros(count, 2, width))  # [e, 2, F/t]
+            self.down_bias = nn.Parameter(torch.zeros(count, part))  # [e, H/t]
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
-        """Both weights: a product gives their gradients itself."""
+        """Both weights, whose gradients the products return."""
         return {"up": False, "down": False}
 
-    def forward(self, x: Tensor, runs: Runs) -> Tensor:
-        """Rows of each expert, one expert after the other: [R, H] -> [R, H]."""
+    def forward(self, x: Tensor, runs: GroupedRows) -> Tensor:
+        """Apply each expert to its rows, sorted by expert: [R, H] -> [R, H]."""
         up = self._with_bias(grouped_linear(x, self.up, runs, cast=self.compute.up_copy), "up", runs)
         inner = self.inner(up if self.lora is None else up + self.lora.term(x, runs, "up"))
         down = grouped_linear(inner, self.down, runs, cast=self.compute.down_copy)
         y = self._with_bias(down, "down", runs)
         return y if self.lora is None else y + self.lora.term(inner, runs, "down")
 
-    def _with_bias(self, y: Tensor, weight: str, runs: Runs) -> Tensor:
+    def _with_bias(self, y: Tensor, weight: str, runs: GroupedRows) -> Tensor:
         """Add the bias of `weight` to its product [R, O], in place, if there is one."""
         bias: Tensor | None = getattr(self, f"{weight}_bias")
         if bias is None:
@@ -138,7 +138,7 @@ class Experts(ComputesInHalf):
         return added
 
 
-def grouped_linear(x: Tensor, weight: Tensor, runs: Runs, *, cast: Tensor | None = None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, runs: GroupedRows, *, cast: Tensor | None = None) -> Tensor:
     """Each row times the weight of its expert: [R, I], [e, …, O, I] -> [R, … O].
 
     `cast` is the weight in the dtype of compute.

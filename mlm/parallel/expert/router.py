@@ -1,20 +1,20 @@
-"""Choice of the experts of each token, and what keeps their loads even.
+"""Choice of the experts of each token, and balance of their loads.
 
 Scores are computed in float32 (float64 for float64), ties go to the lower number. Sources: top-k gates
 arXiv:1701.06538 and 2101.03961; sigmoid scores and groups of experts arXiv:2412.19437, section 2.1.2.
 
-Balance, none of which depends on layout or micro-batches but the last:
+Balance; only the last depends on layout and micro-batches:
 
     bias          a number per expert, added for the choice alone, moves by a fixed step against the load of
                   each global batch (arXiv:2408.15664)
     sequence      a loss of each sequence's loads (arXiv:2412.19437, equations 17 to 20)
-    global_batch  the same loss of the global batch's loads (arXiv:2501.11873). Those of the batch before:
-                  a batch's own are known after its last micro-batch
+    global_batch  the same loss of the previous global batch's loads (arXiv:2501.11873), as the loads of a
+                  batch are known only after its last micro-batch
     micro_batch   the same loss of a rank's rows of a micro-batch (arXiv:2101.03961, equation 4)
 
-A loss has no way out of a layer, so its gradient is injected: `_Inject` hands the weights on, and its
-backward pass starts the loss's. There, too, the choices are counted: once a micro-batch, however often
-a forward pass is recomputed, and never in evaluation.
+A layer cannot return a loss, so its gradient is injected: `_Inject` returns the weights, and its backward
+pass starts the loss's. The choices are counted there, too: once a micro-batch, even if the forward pass is
+recomputed, and never in evaluation.
 
 Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
 """
@@ -55,7 +55,7 @@ class Router(nn.Module):
     Args:
         hidden_size: H.
         settings: how experts are chosen and balanced.
-        axes: those that split a sequence: cp, and tp with sequence parallelism, else axes of one rank.
+        axes: axes that split a sequence: cp, and tp with sequence parallelism, else axes of one rank.
         init_std: standard deviation of the initial weights.
     """
 
@@ -71,7 +71,7 @@ class Router(nn.Module):
         self.scale: Tensor | None = None
         """0-d: loss scale / tokens of the global batch, a factor of losses; None outside of training."""
         self.totals: Tensor | None = None
-        """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
+        """[2, E] int64: tokens of the step that chose each expert, and dropped ones among them."""
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
         state = partial(torch.zeros, settings.num_experts)
         self.logit_bias = nn.Parameter(state()) if settings.router_logit_bias else None
@@ -80,7 +80,7 @@ class Router(nn.Module):
         self.load = nn.Parameter(state(), requires_grad=False) if keeps_load else None
 
     def forward(self, x: Tensor) -> Routing:
-        """[S, B, H] -> the experts of each of the S B tokens."""
+        """Route [S, B, H]: experts of each of the S B tokens."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.logit_bias is None else self.logit_bias.to(dtype)
         return self.route(F.linear(x.to(dtype), self.weight.to(dtype), bias))
@@ -94,12 +94,14 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if self.settings.router_scale != 1:
             weights = weights * self.settings.router_scale
-        taken, factor = experts, self.settings.capacity_factor
+        accepted, factor = experts, self.settings.capacity_factor
         if self.scale is not None and factor:
-            taken = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
+            accepted = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
         if self.scale is not None and torch.is_grad_enabled():
-            weights = self._inject(weights, experts, taken, logits, scores)
-        return Routing(taken, weights, taken is not experts)
+            loss = self.auxiliary_loss(logits, scores, experts)
+            only_accepted = None if accepted is experts else accepted
+            weights = _Inject.apply(weights, loss, self.scale, experts, only_accepted, self.totals)  # type: ignore[no-untyped-call]
+        return Routing(accepted, weights, accepted is not experts)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the k experts of each token: [..., E] -> [..., k] int64."""
@@ -115,30 +117,19 @@ class Router(nn.Module):
             scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
         return _highest(scores, settings.experts_per_token)
 
-    def _inject(
-        self, weights: Tensor, experts: Tensor, taken: Tensor, logits: Tensor, scores: Tensor
-    ) -> Tensor:
-        """The weights, whose backward pass adds the gradients of the losses of balance, and counts."""
-        loss = self.auxiliary_loss(logits, scores, experts)
-        kept = None if taken is experts else taken
-        injected: Tensor = _Inject.apply(  # type: ignore[no-untyped-call]
-            weights, loss, self.scale, experts, kept, self.totals
-        )
-        return injected
-
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor | None:
-        """Sum over this rank's tokens of what the losses of balance charge each; None without any.
+        """Sum of the balance and z losses over this rank's tokens; None without any.
 
-        With loads f_e = E / (k T) times the tokens of T that chose e, a token is charged the mean of f_e
-        weighted by its own scores. Counts have no gradient.
+        With loads f_e = E / (k T) times the number of the T tokens that chose e, a token's loss is the mean
+        of f_e weighted by its scores. Counts have no gradient.
         """
         settings, loss = self.settings, None
         if settings.balance in ("sequence", "global_batch", "micro_batch"):
             shares = scores if settings.router_scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             if settings.balance == "sequence":
                 counts = count_choices(experts.transpose(0, 1).flatten(1), settings.num_experts)  # [B, E]
-                counts = counts.contiguous()  # to be sent
-                for axis in self.axes:  # S k choices, of which this rank holds some
+                counts = counts.contiguous()  # for the all-reduce
+                for axis in self.axes:  # this rank may hold a part of the sequence
                     all_reduce(counts, axis)
             elif settings.balance == "micro_batch":
                 counts = count_choices(experts.view(1, -1), settings.num_experts)  # [1, E]
@@ -166,11 +157,11 @@ class Router(nn.Module):
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """Numbers of the highest scores, the lower one of equals first: `topk` promises no order of those.
+    """Indices of the highest scores, ties by lower index, which `topk` does not guarantee.
 
-    One after the other: of 128 experts 8 take a third of the time of sorting all, on a CPU. A GPU sorts a
-    token's in one kernel, where each number takes three. Compiled code never sorts again for backward, where
-    other roundings might choose others.
+    A CPU takes one after the other: 8 of 128 experts take a third of the time of a sort. A GPU sorts in one
+    kernel, where each index would take three. Compiled code does not recompute the sort for backward, where
+    rounding might change the choice.
     """
     if scores.is_cuda or torch.compiler.is_compiling():
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
@@ -190,21 +181,21 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
 def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp: Axis) -> Tensor:
     """Replace choices beyond capacity by E: [S, B, k] -> [S, B, k] int64. Collective over cp and tp.
 
-    An expert takes the first tokens of a sequence that choose it: of a sequence, not of a rank's batch
-    (arXiv:2101.03961, equation 3), so that no layout changes training. Where ranks hold parts of a sequence,
-    each gathers the choices of all.
+    An expert takes the first tokens that choose it in a sequence, not in a rank's batch (arXiv:2101.03961,
+    equation 3), so that training does not depend on the layout. Ranks with parts of a sequence gather the
+    choices of all.
     """
     rows, batch, k = experts.shape
     length = rows * cp.size * tp.size
-    positions = torch.arange(length, device=experts.device)  # of each rank's rows, in order of ranks
+    positions = torch.arange(length, device=experts.device)  # in the order of ranks and their rows
     if cp.parts > 1:
         positions = torch.cat([rank_positions(n, length, cp.parts, experts.device) for n in range(cp.parts)])
     chosen = torch.zeros(length, batch, num_experts, dtype=torch.int32, device=experts.device)
     chosen[positions] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
     order = chosen.cumsum(0, dtype=torch.int32)[positions].view(-1, rows, batch, num_experts)
-    own = order[cp.rank * tp.size + tp.rank]
+    local_order = order[cp.rank * tp.size + tp.rank]
     capacity = expert_capacity(factor, k * length, num_experts)
-    return experts.masked_fill(own.gather(-1, experts) > capacity, num_experts)
+    return experts.masked_fill(local_order.gather(-1, experts) > capacity, num_experts)
 
 
 def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
@@ -212,23 +203,23 @@ def expert_capacity(factor: float, choices: int, num_experts: int) -> int:
     return math.ceil(exact(factor) * choices / num_experts)
 
 
-def _add_counts(totals: Tensor, experts: Tensor, taken: Tensor | None) -> None:
-    """Add the choices, and of them those dropped since, to [2, E]."""
+def _add_counts(totals: Tensor, experts: Tensor, accepted: Tensor | None) -> None:
+    """Add the choices, and the dropped ones among them, to [2, E]."""
     flat = experts.flatten()
     if flat.is_cpu:
         totals[0].scatter_add_(0, flat, torch.ones_like(flat))
     else:  # one launch; on a CPU twice the time
         totals[0].scatter_(0, flat, 1, reduce="add")
-    if taken is not None:
-        totals[1].scatter_add_(0, flat, (taken != experts).flatten().long())
+    if accepted is not None:
+        totals[1].scatter_add_(0, flat, (accepted != experts).flatten().long())
 
 
-# A compiler would make new totals and copy them back.
+# An opaque operator, as a compiler would allocate new totals and copy them back.
 _opaque_add_counts = torch.library.custom_op("mlm::add_counts", _add_counts, mutates_args=("totals",))
 
 
 class _Inject(torch.autograd.Function):
-    """The weights as they are; backward gives the loss the gradient `scale`, and adds to the counts."""
+    """Identity of the weights; backward passes the gradient `scale` to the loss, and counts choices."""
 
     @staticmethod
     def forward(
@@ -237,11 +228,11 @@ class _Inject(torch.autograd.Function):
         loss: Tensor | None,
         scale: Tensor,
         experts: Tensor,
-        taken: Tensor | None,
+        accepted: Tensor | None,
         totals: Tensor,
     ) -> Tensor:
         ctx.scale = None if loss is None else scale.to(loss.dtype)
-        ctx.save_for_backward(experts, taken)
+        ctx.save_for_backward(experts, accepted)
         ctx.totals = totals
         return weights.view_as(weights)
 
@@ -261,14 +252,14 @@ class Balance:
 
     Args:
         routers: of this rank's layers, by their numbers.
-        axes: those whose ranks route different tokens; the counts are summed over them.
+        axes: axes whose ranks route different tokens; counts are summed over them.
     """
 
     def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis]) -> None:
         self.layers, self.routers, self.axes = list(routers), list(routers.values()), axes
         self.totals: Tensor | None = None
-        """[routers, 2, E] int64: tokens that chose each expert, and those it dropped, of this rank, after
-        `reduce` of all."""
+        """[routers, 2, E] int64: tokens that chose each expert, and dropped ones, on this rank; after
+        `reduce` on all ranks."""
 
     @property
     def counts(self) -> Tensor | None:
@@ -285,7 +276,7 @@ class Balance:
             router.scale, router.totals = scale, counts
 
     def reduce(self) -> None:
-        """Sum the counts over ranks, one message for all layers; backward passes are over."""
+        """Sum the counts over ranks after the backward passes, one message for all layers."""
         for router in self.routers:
             router.scale = router.totals = None
         if self.totals is not None:

@@ -1,4 +1,4 @@
-"""Actions of a pipeline rank in a step, as data: the words that schedules, plans and the engine share.
+"""Actions of a pipeline rank in a step, as data shared by schedules, plans and the engine.
 
 A pipeline of p ranks with v chunks each has p * v stages; stage s is chunk s // p of rank s % p
 (arXiv:2104.04473, section 2.2). A micro-batch goes forward through stages 0, 1, … and backward in reverse.
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 SENDS_KEPT = 8
-"""Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
-every transfer blocks both its ranks (lower.py)."""
+"""Sends in flight before the oldest is awaited. Any number is safe: plans complete even if every transfer
+blocks both its ranks (lower.py)."""
 
 
 class ScheduleError(ValueError):
-    """A schedule or plan that no ranks could run: an action missing or doubled, or a deadlock."""
+    """An invalid schedule or plan: an action is missing or doubled, or ranks deadlock."""
 
 
 class Op(Enum):
@@ -44,7 +44,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what `action` of this rank produced (activations of F, input gradients of B) to `peer`."""
+    """Send the output of this rank's `action` (activations of F, input gradients of B) to `peer`."""
 
     action: Action
     peer: int
@@ -55,7 +55,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Post the receive of what `action` of this rank needs, from `peer`. Does not wait: the action does."""
+    """Post the receive of the input of this rank's `action`, from `peer`. The action waits for it."""
 
     action: Action
     peer: int
@@ -90,7 +90,7 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule lowered to what each rank executes, and what its simulation showed."""
+    """A schedule lowered to each rank's instructions, with the results of its simulation."""
 
     num_stages: int
     """p * v."""

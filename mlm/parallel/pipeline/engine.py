@@ -1,10 +1,10 @@
 """Executes one rank's part of a pipeline plan with point-to-point transfers.
 
 The plan (lower.py) fixes the order of computations, sends and receives, the same at both ends of every pair
-of ranks, so transfers need no tags and cannot wait for each other in a circle. Receives land in new buffers;
-sends are awaited a few sends later, which bounds what they keep alive. One rank alone runs the same plan.
+of ranks, so transfers need no tags and cannot deadlock. Receives use new buffers; sends are awaited a few
+sends later, which bounds the memory they keep. One rank alone runs the same plan.
 
-Shapes: what crosses a stage boundary is any tensor whose shape follows from the micro-batch on both sides.
+Shapes: a tensor at a stage boundary has a shape that both sides derive from the micro-batch.
 """
 
 from collections import deque
@@ -28,26 +28,26 @@ NOTHING = nullcontext()
 
 
 class PlanObserver:
-    """Watches the actions of a plan; this one does nothing."""
+    """Watches the actions of a plan. All methods do nothing by default."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for a phase of a step: the action `forward`, `backward` or `weight`, for one."""
+        """Return a context for a phase of a step, such as the actions `forward`, `backward` and `weight`."""
         return NOTHING
 
     def on_receive(self) -> None:
-        """Note that the input of the action in progress has arrived from another rank."""
+        """The input of the current action has arrived from another rank."""
 
     def on_micro_batch(self, number: int, count: int) -> None:
-        """Note that backward of the `number`-th of `count` micro-batches begins, in the first chunk."""
+        """The backward pass of micro-batch `number` of `count` begins in the first chunk."""
 
 
 class Reducer(Protocol):
-    """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis, however they are kept.
+    """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis.
 
-    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step; where
-    weight gradients arrive outside backward passes, set `sync_late` before each batch of them in the same
-    way, and call `settle()` after it; then `finish()`. After `finish` the `grad` of every ParameterShard's
-    parameter holds the sum over dp (this rank's rows of it, where it is sharded over dp).
+    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step; if weight
+    gradients are computed outside backward passes, set `sync_late` before each batch of them in the same way,
+    and call `settle()` after it; then `finish()`. After `finish` the `grad` of every ParameterShard's
+    parameter holds the sum over dp (this rank's rows, if sharded over dp).
     """
 
     sync: bool
@@ -57,25 +57,25 @@ class Reducer(Protocol):
         """Clear the gradients."""
 
     def drop_gathered(self) -> None:
-        """Drop whole weights that were gathered from shards, which have changed since."""
+        """Drop full weights that were gathered from shards before these changed."""
 
     def settle(self) -> None:
-        """Take in gradients that arrived outside a backward pass; worth calling after each batch of them.
+        """Add gradients that were computed outside a backward pass; call after each batch of them.
 
-        Half-precision ones are added up in half precision until then. `finish` does it too.
+        Until then half-precision gradients accumulate in half precision. `finish` settles, too.
         """
 
     def finish(self) -> None:
-        """Reduce what is not yet reduced and wait for what is under way."""
+        """Start missing reductions and wait for all."""
 
 
 @dataclass
 class ChunkGradients:
-    """Gradients of a chunk, which autograd adds up over micro-batches, and what takes part in that.
+    """Reducer, fused layers and deferred gradients of a chunk.
 
-    A product that writes a weight's gradient and a pass that adds it to the sum move 16 bytes a weight and
-    micro-batch and hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to
-    join where gradients begin as None.
+    A product and a pass that adds it to the gradient sum move 16 bytes a weight and micro-batch and need a
+    second matrix; a fused product that adds moves 8. The first micro-batch has no sum if gradients start as
+    None.
     """
 
     reducer: Reducer | None = None
@@ -83,10 +83,10 @@ class ChunkGradients:
     fused_layers: Sequence[ColumnParallelLinear | RowParallelLinear] = ()
     """Layers that add their weight gradients inside their products."""
     deferred: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
-    """Receives the weight gradients that WEIGHT actions compute."""
+    """Weight gradients for WEIGHT actions."""
 
     def finish(self) -> None:
-        """Reduce what is not yet reduced, and wait for it."""
+        """Finish all reductions."""
         for layer in self.fused_layers:
             layer.compute.fused_grad = None
         if self.reducer is not None:
@@ -95,7 +95,7 @@ class ChunkGradients:
 
 @dataclass(frozen=True)
 class Stages(Generic[T]):
-    """Stages that the engine runs; T is whatever the caller uses as a micro-batch."""
+    """Stages that the engine runs; T is the caller's type of a micro-batch."""
 
     pp: Axis
     num_stages: int
@@ -105,10 +105,10 @@ class Stages(Generic[T]):
     boundary_shape: Callable[[T], tuple[int, ...]]
     """Shape of a micro-batch's hidden states between stages."""
     dtype: torch.dtype
-    """Dtype of what crosses a boundary."""
+    """Dtype of tensors at stage boundaries."""
     device: torch.device
     gradients: Sequence[ChunkGradients] = ()
-    """Of each chunk of this rank; none leaves them to autograd."""
+    """One for each chunk of this rank; empty uses autograd alone."""
     observer: PlanObserver = field(default_factory=PlanObserver)
 
 
@@ -118,7 +118,7 @@ class _SavedForBackward:
 
     x: Tensor | None
     edge: GradientEdge | None
-    """Node of its output in the graph; of a result, to which no stage sends a gradient, of its sum."""
+    """Graph node of the output, or of its sum for a result, which receives no gradient from a stage."""
     is_result: bool
 
 
@@ -138,7 +138,7 @@ class _Run(Generic[T]):
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
         self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
         self.gradients = stages.gradients or [ChunkGradients() for _ in range(stages.num_stages)]
-        self.begun = 0  # backward passes of the first chunk
+        self.backward_count = 0  # backward passes started in the first chunk
 
     def run(self) -> list[Tensor]:
         do = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.WEIGHT: self.weight}
@@ -153,8 +153,8 @@ class _Run(Generic[T]):
                         do[instruction.op](instruction)
         while self.sends:
             self.sends.popleft().wait()
-        left_over = (self.arriving, self.local, self.outgoing, self.saved, self.weight_jobs)
-        assert not any(left_over), "the plan consumes all that it produces"
+        leftovers = (self.arriving, self.local, self.outgoing, self.saved, self.weight_jobs)
+        assert not any(leftovers), "the plan consumes all of its outputs"
         return self.results
 
     def send(self, instruction: Send) -> None:
@@ -169,7 +169,7 @@ class _Run(Generic[T]):
         self.arriving[instruction.action] = start_receive(buffer, self.stages.pp, instruction.peer)
 
     def take(self, action: Action) -> Tensor:
-        """Return the input of an action, from the stage before or after."""
+        """Return the input of an action, from the previous or next stage."""
         arriving = self.arriving.pop(action, None)
         if arriving is None:
             return self.local.pop(action)
@@ -178,7 +178,7 @@ class _Run(Generic[T]):
         return x
 
     def hand_over(self, action: Action, step: int, x: Tensor) -> None:
-        """Give the next stage (step 1) or the one before (step -1) what it needs."""
+        """Pass `x` to the next (step 1) or previous (step -1) stage."""
         if self.stages.pp.size > 1:
             self.outgoing[action] = x.contiguous()
         else:  # the neighbouring stage is this rank's next chunk
@@ -188,7 +188,7 @@ class _Run(Generic[T]):
         stage = action.chunk * self.stages.pp.size + self.stages.pp.rank
         x = self.take(action).requires_grad_(self.trains) if stage > 0 else None
         if self.trains:
-            # a last reduction that waits for deferred gradients waits for what autograd adds
+            # with deferred gradients the last reduction waits for gradients that autograd adds
             is_last = action.micro_batch == self.last_backward[action.chunk].micro_batch
             joins = not (is_last and self.defers_weight_grads)
             for layer in self.gradients[action.chunk].fused_layers:
@@ -196,7 +196,7 @@ class _Run(Generic[T]):
         y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
-            # a scalar needs no gradient from here, which torch would check by sympy: half a second of imports
+            # a scalar output needs no gradient argument, whose check would import sympy for half a second
             edge = get_gradient_edge(y.sum() if is_result else y) if y.requires_grad else None
             self.saved[action.chunk, action.micro_batch] = _SavedForBackward(x, edge, is_result)
         if is_result:
@@ -208,14 +208,14 @@ class _Run(Generic[T]):
         saved = self.saved.pop((action.chunk, action.micro_batch))
         dy = None if saved.is_result else self.take(action)
         if action.chunk == 0:
-            self.begun += 1
-            self.stages.observer.on_micro_batch(self.begun, len(self.batches))
+            self.backward_count += 1
+            self.stages.observer.on_micro_batch(self.backward_count, len(self.batches))
         gradients = self.gradients[action.chunk]
         if gradients.reducer is not None:
             gradients.reducer.sync = action == self.last_backward[action.chunk]
         deferred = gradients.deferred
         deferred.open = self.defers_weight_grads
-        if saved.edge is not None:  # in a first stage without adapters nothing needs a gradient
+        if saved.edge is not None:  # a first stage without adapters needs no gradient
             torch.autograd.backward(saved.edge, dy)
         if self.defers_weight_grads:
             deferred.open = False

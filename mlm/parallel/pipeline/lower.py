@@ -1,10 +1,10 @@
-"""From a schedule to what each rank executes: sends and receives placed so that nothing can deadlock.
+"""Lower a schedule to each rank's instructions, with sends and receives placed without deadlock.
 
-All transfers of all ranks have one global order, that in which their data is computed; each rank issues
-its own in that order. So the two ends of any pair of ranks agree on the order of what passes between them:
-NCCL matches by order and ignores tags. Nothing can lock, even if each transfer holds up both ranks: take the
-first transfer in the order that never completes. What its two ends do before it needs only earlier transfers,
-so both come to it.
+All transfers of all ranks have one global order, in which their data is computed; each rank issues its
+transfers in that order. So the two ends of any pair of ranks agree on the order of their transfers: NCCL
+matches by order and ignores tags. Nothing can deadlock, even if each transfer blocks both ranks: take the
+first transfer in the order that never completes. The instructions before it at both ends need only earlier
+transfers, so both reach it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,13 +39,13 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
     assert min(astuple(cost)) >= 0, f"negative duration: {cost}"
     check_complete(schedule)
     p, v = len(schedule), num_chunks(schedule)
-    steps, split = ordered(schedule), any(action.op is Op.WEIGHT for action in schedule[0])
-    starts, ends = times_of(steps, p, [cost] * (p * v), split=split)
+    steps, split = order_actions(schedule), any(action.op is Op.WEIGHT for action in schedule[0])
+    starts, ends = simulate_steps(steps, p, [cost] * (p * v), split=split)
     timeline: list[list[TimedAction]] = [[] for _ in schedule]
     for step, start, end in zip(steps, starts, ends, strict=True):
         timeline[step.rank].append(TimedAction(step.action, start, end))
-    # Sorting is stable, and `steps` has every action after all it needs: so where ends are equal (actions
-    # that cost nothing), data still comes after the data it was made of.
+    # Sorting is stable, and `steps` has every action after its inputs: with equal ends (actions of no cost)
+    # data still comes after its inputs.
     transfers: list[list[Send | Receive]] = [[] for _ in schedule]
     for step, _ in sorted(zip(steps, ends, strict=True), key=lambda pair: pair[1]):
         target = consumer(step.rank, step.action, p=p, v=v)
@@ -55,11 +55,11 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
     peaks = []  # most (chunk, micro-batch) pairs between F and their last action, both included
     for actions in schedule:
         last = {(action.chunk, action.micro_batch): action for action in actions}
-        held = peak = 0
+        in_flight = peak = 0
         for action in actions:
-            held += action.op is Op.FORWARD
-            peak = max(peak, held)
-            held -= last[action.chunk, action.micro_batch] == action
+            in_flight += action.op is Op.FORWARD
+            peak = max(peak, in_flight)
+            in_flight -= last[action.chunk, action.micro_batch] == action
         peaks.append(peak)
     makespan = max(spans[-1].end for spans in timeline) - min(spans[0].start for spans in timeline)
     busy = max(sum(span.end - span.start for span in spans) for spans in timeline)
@@ -99,29 +99,29 @@ def check_complete(schedule: Schedule) -> None:
 
 
 class Step(NamedTuple):
-    """An action of a rank, its stage, its op's place in Op, and what it needs."""
+    """An action of a rank, with its stage, the index of its op in Op, and its input."""
 
     stage: int
     rank: int
     op: int
     producer: int
-    """Index of the step whose result it needs; -1 if it needs none."""
+    """Index of the step that produces its input; -1 without input."""
     source: int
-    """Stage that sends that result from another rank; its own if none does."""
+    """Stage that sends the input from another rank; else its own stage."""
     action: Action
 
 
-def ordered(schedule: Schedule) -> list[Step]:
-    """Every action of every rank in an order in which each comes after all that it needs.
+def order_actions(schedule: Schedule) -> list[Step]:
+    """Order all actions of all ranks so that each follows its inputs, independent of durations.
 
-    No duration changes it. The schedule is complete (`check_complete`). Raises ScheduleError naming the ranks
-    that wait for ever, and for what, if there are.
+    The schedule must be complete (`check_complete`). Raises ScheduleError naming deadlocked ranks and their
+    missing inputs.
     """
     p, v = len(schedule), num_chunks(schedule)
     produced: dict[tuple[bool, int, int], int] = {}  # steps by direction, stage and micro-batch
     position = [0] * p
     order: list[Step] = []
-    ready = list(range(p))  # ranks that may have become able to continue
+    ready = list(range(p))  # ranks that may be able to continue
     while ready:
         rank = ready.pop()
         actions = schedule[rank]
@@ -155,13 +155,10 @@ def ordered(schedule: Schedule) -> list[Step]:
     return order
 
 
-def times_of(
+def simulate_steps(
     steps: Iterable[Step], p: int, costs: Sequence[Cost], *, split: bool
 ) -> tuple[list[float], list[float]]:
-    """Starts and ends of steps on p ranks; `costs` are the stages'.
-
-    `split` if weight gradients are computed apart.
-    """
+    """Starts and ends of steps on p ranks with each stage's costs; `split` with WEIGHT actions."""
     durations = [
         (cost.forward, cost.input_gradient if split else cost.backward, cost.weight_gradient)
         for cost in costs
@@ -183,7 +180,7 @@ def times_of(
 
 
 def consumer(rank: int, action: Action, *, p: int, v: int) -> tuple[int, Action] | None:
-    """The rank and action of the neighbouring stage that needs what `action` on `rank` produces, or None."""
+    """Return the rank and action that consume the output of `action` on `rank`, if any."""
     if action.op is Op.WEIGHT:
         return None
     return _neighbour(rank, action, p, v, step=1 if action.op is Op.FORWARD else -1)
@@ -202,11 +199,10 @@ def num_chunks(schedule: Schedule) -> int:
 
 
 def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tuple[Instruction, ...]:
-    """One rank's actions with its transfers put between them, without changing the order of either.
+    """Merge one rank's actions and transfers, without changing the order of either.
 
-    A send stands right after its action. A receive stands one action earlier than it must (before its own
-    action and before the next send), so the wire works while the rank computes; no earlier, since a posted
-    receive holds a buffer.
+    A send follows its action. A receive is one action earlier than necessary (before its action and before
+    the next send), so that it overlaps with computation; not earlier, since a posted receive holds a buffer.
     """
     index = {action: i for i, action in enumerate(actions)}
     before = len(actions)  # the action to precede: limits the current transfer and all earlier ones
@@ -218,7 +214,7 @@ def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tu
     placed: list[Instruction] = []
     done = 0  # actions placed
     for transfer, before in zip(transfers, reversed(limits), strict=True):
-        upto = before + 1 if isinstance(transfer, Send) else max(done, before)
-        placed += (*actions[done:upto], transfer)
-        done = upto
+        stop = before + 1 if isinstance(transfer, Send) else max(done, before)
+        placed += (*actions[done:stop], transfer)
+        done = stop
     return (*placed, *actions[done:])

@@ -1,7 +1,7 @@
-"""Pipeline schedules: what each rank computes, in which order. Pure Python.
+"""Pipeline schedules: the order of each rank's actions. Pure Python.
 
 Letters: p ranks (pp), v chunks per rank (vp), m micro-batches, r a rank. F, B and W are durations of one
-micro-batch on one rank. Figures for bubbles and memory are those lower() computes; tests compare them.
+micro-batch on one rank. Tests compare the stated bubbles and memory with lower().
 """
 
 from mlm.parallel.pipeline.actions import Action, Op, Schedule
@@ -63,13 +63,13 @@ def interleaved(p: int, v: int, m: int) -> Schedule:
             f"use {remedy}, or vp=1"
         )
     forwards, backwards = _in_groups(Op.FORWARD, p, v, m), _in_groups(Op.BACKWARD, p, v, m)
-    # Per rank to the end, one forward more to warm up would keep the bubble if transfers took no time; the
-    # second hides them. Rank 0 then holds p*v + p - 1 pairs, as arXiv:2205.05198, section 4.2.3 counts.
+    # One more warm-up forward per rank to the end would suffice if transfers took no time; the second hides
+    # them. Rank 0 then holds p*v + p - 1 pairs, as in arXiv:2205.05198, section 4.2.3.
     return tuple(_alternate(forwards, backwards, warm_up=2 * (p - r - 1) + (v - 1) * p) for r in range(p))
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """ZB-H1 (arXiv:2401.10241, section 2.1): 1F1B that puts weight gradients off into the bubble.
+    """ZB-H1 (arXiv:2401.10241, section 2.1): 1F1B with weight gradients deferred into the bubble.
 
     Rank r computes W r backwards late: gradients go upstream sooner, and W fills the wait at the end. In
     flight on every rank, pending W included: min(p, m), the largest of 1F1B. F, B, W as in that paper (B is
@@ -111,7 +111,7 @@ def _in_groups(op: Op, p: int, v: int, m: int) -> list[Action]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards (or all, if fewer), then forward and backward in turns, then the backwards left."""
+    """`warm_up` forwards (or all, if fewer), then forwards and backwards in turns, then more backwards."""
     warm_up = min(warm_up, len(forwards))
     turns = zip(forwards[warm_up:], backwards, strict=False)
     return (

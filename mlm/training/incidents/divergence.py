@@ -55,8 +55,8 @@ class DivergenceStop(Observer):
                 point_latest(good.parent, step_of(good))
                 is_latest = True
         is_latest = Ranks.of(trainer.ctx).broadcast(is_latest)
-        way_back = describe_way_back(trainer.config.out, good, advice, is_latest=is_latest)
-        raise IncidentError(f"{diagnosis}. {way_back}")
+        recovery = describe_recovery(trainer.config.out, good, advice, is_latest=is_latest)
+        raise IncidentError(f"{diagnosis}. {recovery}")
 
     def diagnosis(self) -> str:
         """Return a line on the cause and the step it began at. Collective."""
@@ -89,7 +89,7 @@ def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
     return Path(name) if name else None
 
 
-def describe_way_back(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
+def describe_recovery(out: str, good: Path | None, advice: str, *, is_latest: bool = False) -> str:
     """Describe the newest good checkpoint and how to continue from it; `is_latest` if `latest` names it."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"

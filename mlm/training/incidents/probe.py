@@ -19,7 +19,7 @@ from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
-from mlm.training.graphs import layers_called
+from mlm.training.graphs import eager_layers
 from mlm.training.kernels import should_compile
 from mlm.training.trainer import Trainer
 
@@ -141,7 +141,7 @@ class StepProbe:
         compiled = should_compile(trainer.config.compile, trainer.ctx.device)
         try:
             stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-            with stance, layers_called(trainer.model.chunks):
+            with stance, eager_layers(trainer.model.chunks):
                 yield
         finally:
             for handle in handles:

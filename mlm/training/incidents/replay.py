@@ -143,11 +143,11 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
 
     if config.second_precision.dtype != config.precision.dtype:
         second = replace(config, precision=config.second_precision, compile=False)
-        other: Trainer[MicroBatch] = Trainer(second, ctx)
+        second_trainer: Trainer[MicroBatch] = Trainer(second, ctx)
         with torch.no_grad():
-            for target, source in zip(other.shards, trainer.shards, strict=True):
+            for target, source in zip(second_trainer.shards, trainer.shards, strict=True):
                 target.parameter.copy_(source.parameter)
-        numbers, places = compute(other, batches)
+        numbers, places = compute(second_trainer, batches)
         print(f"precision={second.precision.dtype}: {numbers}")
         for line in describe_places(places):
             print(f"  {line}")
@@ -167,21 +167,20 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 
 
 def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Places]:
-    """Compute loss, gradient norm and places of a step."""
     parts, places = StepProbe(trainer).run(batches)
     return shared_numbers(trainer, parts, trainer.gradient_norm()), places
 
 
-def compare_with_record(record: dict[str, Any], now: StepNumbers, places: Places) -> list[str]:
+def compare_with_record(record: dict[str, Any], replayed: StepNumbers, places: Places) -> list[str]:
     """Return recorded and replayed numbers, with the places if the replay reproduces the incident.
 
     That is if numbers are equal up to rounding, or not finite in both.
     """
-    then = recorded_numbers(record)
-    pairs = [(then.loss, now.loss), (then.norm, now.norm)]
+    recorded = recorded_numbers(record)
+    pairs = [(recorded.loss, replayed.loss), (recorded.norm, replayed.norm)]
     is_equal, is_number = all(a.hex() == b.hex() for a, b in pairs), not any(math.isnan(a) for a, _ in pairs)
     same = "equal bit for bit" if is_number else "not a number again"
-    lines = [f"then: {then}", f"now:  {now} ({same if is_equal else 'not equal bit for bit'})"]
+    lines = [f"then: {recorded}", f"now:  {replayed} ({same if is_equal else 'not equal bit for bit'})"]
     # Numbers of another layout or precision may differ by a tenth.
     if all(math.isclose(a, b, rel_tol=0.1) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
         return [*lines, *describe_places(places)]

@@ -109,7 +109,6 @@ class Incidents(Observer):
         )
 
     def load_state(self) -> None:
-        """Read the state of incidents from the trainer; a checkpoint may have set it."""
         self.state = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
         self.trainer.excluded_samples = self.state.ranges
         self.note_doubt()
@@ -127,10 +126,10 @@ class Incidents(Observer):
             return self.judge(parts, grad_norm)
         numbers = sum_numbers(self.trainer, parts, grad_norm)
         hold = exceeds_limits(numbers, self.state.recent.limits(self.settings.threshold))
-        arriving = ToHost(torch.cat([numbers, hold.view(1)]))
+        numbers_on_host = ToHost(torch.cat([numbers, hold.view(1)]))
 
         def decide() -> bool | None:
-            loss, norm, is_held = arriving.read()
+            loss, norm, is_held = numbers_on_host.read()
             if is_held:
                 return not self.judge(parts, grad_norm)
             self.note_finite(loss)
@@ -145,22 +144,22 @@ class Incidents(Observer):
         The first step of an incident is computed again, to see if its error came from hardware. Gradients,
         `parts` and `norm` are then of the second pass, and so is the update if that pass is normal.
         """
-        trainer, again = self.trainer, None
+        trainer, second_pass = self.trainer, None
         numbers = shared_numbers(trainer, parts, norm)
         reasons = self.judge_numbers(numbers)
         if reasons.kinds and not self.state.nonfinite_steps:
             parts.copy_(trainer.compute_gradients(self.batches))
             norm.copy_(trainer.gradient_norm())
-            again = shared_numbers(trainer, parts, norm)
-            if not again.are_finite or self.judge_numbers(again).kinds:
-                again = None
+            second_pass = shared_numbers(trainer, parts, norm)
+            if not second_pass.are_finite or self.judge_numbers(second_pass).kinds:
+                second_pass = None
                 self.compare_replicas()
-        if reasons.kinds and again is None and self.differences:
+        if reasons.kinds and second_pass is None and self.differences:
             reasons.add("replicas_differ", f"silent corruption: {'; '.join(self.differences)}")
-        accepted = numbers if again is None else again
+        accepted = numbers if second_pass is None else second_pass
         self.count_nonfinite(accepted, reasons)
         self.state.recent.add(accepted.loss, accepted.norm)
-        return bool(reasons.kinds) and self.act(reasons, numbers, again)
+        return bool(reasons.kinds) and self.act(reasons, numbers, second_pass)
 
     def judge_numbers(self, numbers: StepNumbers) -> IncidentReasons:
         """Return reasons for numbers that are not finite or far from recent ones."""
@@ -218,36 +217,36 @@ class Incidents(Observer):
             numbers = replace(numbers, norm=0.0)
         self.count_nonfinite(numbers, IncidentReasons())
 
-    def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: StepNumbers | None) -> bool:
+    def act(self, reasons: IncidentReasons, numbers: StepNumbers, second_pass: StepNumbers | None) -> bool:
         """Record an incident and follow incident.action; return True to skip the update.
 
-        `again` is a normal second pass: then no sample is to blame, and none is excluded.
+        `second_pass` is a normal second pass: then no sample is to blame, and none is excluded.
         """
         step, details = self.trainer.step + 1, dict[str, Any]()
-        action = "computed again" if again else self.action()
-        if again is not None:
+        action = "computed again" if second_pass else self.action()
+        if second_pass is not None:
             state = "normal" if numbers.are_finite else "finite"
             reasons.add(
-                "transient", f"computed again: {state} ({again}); not in the data; {SUSPECT_HARDWARE}"
+                "transient", f"computed again: {state} ({second_pass}); not in the data; {SUSPECT_HARDWARE}"
             )
             action = "stop" if self.settings.action == "stop" else action
-            details = {"second_pass": {"loss": again.loss, "grad_norm": again.norm}}
-        elif self.has_place(reasons):
+            details = {"second_pass": {"loss": second_pass.loss, "grad_norm": second_pass.norm}}
+        elif self.keeps_folder(reasons):
             _, places = StepProbe(self.trainer).run(self.batches)
             if not self.differences or (places["first_not_finite"] or {}).get("tensor") == WEIGHT:
                 reasons.lines += describe_places(places)
                 details = dict(places)
         folder = self.write(reasons, details, numbers)
         text = f"step {step}: incident: {reasons.text(folder)}"
-        ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
-        self.reporter.problem(f"{text} ({OUTCOMES['stop' if ends else action]})")
+        ends_run = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
+        self.reporter.problem(f"{text} ({OUTCOMES['stop' if ends_run else action]})")
         if action == "stop":
             text += f"; stopped as incident.action={self.settings.action} asks"
             if self.settings.action == "rewind" and not self.differences:
-                most = self.settings.rewinds
-                often = f"training has returned incident.rewinds={most} times"
-                is_used_up = self.state.rewinds >= most
-                text += f": {often if is_used_up else 'no earlier checkpoint is left to return to'}"
+                if self.state.rewinds >= self.settings.rewinds:
+                    text += f": training has returned incident.rewinds={self.settings.rewinds} times"
+                else:
+                    text += ": no earlier checkpoint is left to return to"
                 text += "; resume with a lower optimizer.lr or incident.action=skip"
             raise IncidentError(text + (OTHER_HOST if self.differences else ""))
         if action == "skip":
@@ -282,7 +281,7 @@ class Incidents(Observer):
         common = {"step": self.trainer.step, "kinds": reasons.kinds, "folder": folder and str(folder)}
         self.reporter.event("incident", {**common, **record})
 
-    def has_place(self, reasons: IncidentReasons) -> bool:
+    def keeps_folder(self, reasons: IncidentReasons) -> bool:
         """Return True if incident.keep leaves a folder for an incident of this severity."""
         is_mild = MILD.issuperset(reasons.kinds)
         return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
@@ -294,7 +293,7 @@ class Incidents(Observer):
 
         `numbers` are of a step before its update, None for an incident of the state after it.
         """
-        if not self.has_place(reasons):
+        if not self.keeps_folder(reasons):
             return None
         ctx, ranks = self.trainer.ctx, Ranks.of(self.trainer.ctx)
         step = self.trainer.step + (numbers is not None)
@@ -331,7 +330,6 @@ class Incidents(Observer):
         return folder
 
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
-        """Return the fields for replays and readers."""
         trainer, ctx = self.trainer, self.trainer.ctx
         ancestry, samples = self.saver.ancestry, trainer.next_samples
         is_finetuning = FINETUNING in trainer.extra_state
@@ -378,17 +376,17 @@ class Incidents(Observer):
 
         A second rewind from the same incident goes one checkpoint further back.
         """
-        trainer, before, samples = self.trainer, self.state, self.trainer.newest_samples
+        trainer, old_state, samples = self.trainer, self.state, self.trainer.newest_samples
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()
-        path = rewind(trainer, before.rewind_below(failed))
+        path = rewind(trainer, old_state.rewind_below(failed))
         assert path is not None, "checked by action()"
         self.load_state()
         # The checkpoint knows nothing of incidents after it.
-        ranges = {*self.state.ranges, *before.ranges, (samples.start, len(samples))}
+        ranges = {*self.state.ranges, *old_state.ranges, (samples.start, len(samples))}
         self.state.ranges = tuple(sorted(ranges))[:MOST_RANGES]
-        self.state.rewinds, self.state.last_rewind = before.rewinds + 1, (failed, trainer.step)
+        self.state.rewinds, self.state.last_rewind = old_state.rewinds + 1, (failed, trainer.step)
         trainer.excluded_samples = self.state.ranges
         self.reporter.rewound(trainer.step)
         excluded = f"samples {samples.start} to {samples.stop - 1} are left out"

@@ -24,7 +24,7 @@ from mlm.parallel.context import (
     context_attention,
     local_tokens,
 )
-from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
+from mlm.parallel.dropout import DropoutStream, apply_dropout, draw_keep_mask, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
 
@@ -147,7 +147,7 @@ def attention_of_whole(
         return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
     rows = torch.arange(HEADS * length, dtype=torch.int32)
     keep = draw_keep_mask(rows[None], (stream.keys ^ place)[:, None], length, p).view(scores.shape)
-    return dropped(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
+    return apply_dropout(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
 
 
 def test_bytes_sent_equal_the_closed_formula() -> None:

@@ -199,7 +199,7 @@ def test_grouped_linear_is_the_linear_of_each_expert(
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     weight = torch.randn(len(COUNTS), 12, 8, dtype=wide, requires_grad=True)
     dy = torch.randn(sum(COUNTS), 12, dtype=dtype)
-    y = grouped_linear(x, weight, matmul.Runs(COUNTS))
+    y = grouped_linear(x, weight, matmul.GroupedRows(COUNTS))
     parts = zip(x.split(COUNTS), weight.to(dtype), strict=True)
     expected = torch.cat([F.linear(rows, each) for rows, each in parts])
     torch.testing.assert_close(y, expected)

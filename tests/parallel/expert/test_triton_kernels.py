@@ -134,7 +134,7 @@ def test_weight_gradients_of_experts_are_sums_in_float32(
     """
     torch.manual_seed(0)
     dy, x = (torch.randn(sum(counts), size).half() for size in sizes)
-    found = kernels.weight_gradients(dy, x, matmul.Runs(counts).ends(x.device))
+    found = kernels.weight_gradients(dy, x, matmul.GroupedRows(counts).ends(x.device))
     parts = zip(dy.double().split(counts), x.double().split(counts), strict=True)
     expected = torch.stack([a.t() @ b for a, b in parts])
     assert found.dtype == torch.float32
@@ -146,7 +146,7 @@ def test_a_gpu_s_weight_gradients_are_not_rounded(
 ) -> None:
     """Where one call multiplies all runs; PyTorch's writes half precision only."""
     monkeypatch.setattr(matmul, "_takes_one_call", lambda *_: True)
-    runs, wide = matmul.Runs((20, 0, 12)), torch.randn(3, 32, 16, requires_grad=True)
+    runs, wide = matmul.GroupedRows((20, 0, 12)), torch.randn(3, 32, 16, requires_grad=True)
     x, dy = (torch.randn(32, size).half() for size in (16, 32))
     grads = []
     for found in ({}, {"cpu": kernels}):

@@ -12,7 +12,7 @@ import torch
 from mlm.checkpoint.native.folders import latest_name, step_name
 from mlm.cli import main
 from mlm.parallel.mesh import shape_context
-from mlm.training.incidents.divergence import describe_way_back, find_newest_good
+from mlm.training.incidents.divergence import describe_recovery, find_newest_good
 from mlm.training.observer import Observer, StepOutcome
 from mlm.training.trainer import Trainer
 from tests.slow import slow
@@ -207,4 +207,4 @@ def test_a_best_checkpoint_that_is_good_is_named_where_no_other_is(run: Path) ->
     assert find_newest_good(trainer, 5) is None  # what step 5 began with
     good = find_newest_good(trainer, 6)
     assert good == run / "best" / "checkpoints" / step_name(4)
-    assert f"The best checkpoint is good, {good}: to train on" in describe_way_back(str(run), good, "less")
+    assert f"The best checkpoint is good, {good}: to train on" in describe_recovery(str(run), good, "less")
