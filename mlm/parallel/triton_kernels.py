@@ -156,7 +156,7 @@ def _gate(pairs, dy, out, width, limit, alpha, shift, BLOCK: tl.constexpr):  # t
 
 
 def gate(pairs: Tensor, dy: Tensor | None, limit: float, alpha: float, shift: float) -> Tensor:
-    """(u + shift) g s(alpha g) of [..., 2, F], both clamped: [..., F]; with its gradient `dy` that of `pairs`."""
+    """(u + shift) g s(alpha g) of clamped [..., 2, F]: [..., F]; with `dy` the gradient of `pairs`."""
     pairs, width = pairs.contiguous(), pairs.shape[-1]
     out = torch.empty_like(pairs) if dy is not None else pairs.new_empty((*pairs.shape[:-2], width))
     rows, block = pairs.numel() // (2 * width), min(BLOCK, triton.next_power_of_2(width))

@@ -148,8 +148,7 @@ class GroupedQueryAttention(SelfAttention):
                     q, k = query_norm(q), key_norm(k)
                 else:
                     squares = torch.cat([query_norm.sum_squares(q), key_norm.sum_squares(k)], -1)
-                    # g, then f: each rank's output depends on the sum over tp, so the sum's gradient is the
-                    # sum of theirs
+                    # g, then f: every rank's output depends on the sum, so its gradient is summed over tp
                     q_squares, k_squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp).split(1, -1)
                     q = query_norm.apply_sum(q, q_squares, self.tp)
                     k = key_norm.apply_sum(k, k_squares, self.tp)

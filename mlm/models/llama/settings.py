@@ -289,7 +289,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
     settings = LlamaSettings.of(model)
     if settings.model_type not in ("", *MODEL_TYPES):
         near = nearest(settings.model_type, MODEL_TYPES)
-        problem = f"model.options.model_type={format_value(settings.model_type)} is none that is known"
+        problem = f"model.options.model_type={format_value(settings.model_type)} is not supported"
         fix = f"use {near}" if near else "see the reference's page Model families, or remove it"
         return Problem(("model.options.model_type",), problem, fix)
     if model.activation == "relu2" and settings.gated:
@@ -335,7 +335,7 @@ def _problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     if settings.swiglu_limit and model.activation != "silu":
         yield "swiglu_limit", f"is of SiLU, not model.activation={model.activation}", "use 0, or silu"
     if settings.rope_scaling not in ROPE_TYPES:
-        yield "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
+        yield "rope_scaling", "is not supported", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
     if not 0 < settings.rotary_fraction <= 1:
         yield "rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head"
     if settings.head_dim > 2**16:
@@ -410,7 +410,7 @@ def _mixture_problems(model: ModelConfig, settings: LlamaSettings) -> Problems:
     balances = ("none", "bias", "sequence", "global_batch", "micro_batch")
     for name, values in (("router_scores", ("softmax", "sigmoid")), ("balance", balances)):
         if getattr(settings, name) not in values:
-            yield name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"
+            yield name, "is not supported", f"use {', '.join(values[:-1])} or {values[-1]}"
     if settings.dense_layers >= model.num_layers:
         why = f"leaves no layer of model.num_layers={model.num_layers} to experts"
         yield "dense_layers", why, "use fewer, or model.options.num_experts=0"

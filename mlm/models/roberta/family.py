@@ -102,7 +102,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
         return Problem((key, "model.vocab_size"), why, f"use {key}=2")
     pooler, key = option(model, "pooler_activation"), "model.options.pooler_activation"
     if pooler not in POOLERS:
-        return Problem((key,), f"{key}={pooler} is none of ours", f"use {' or '.join(POOLERS)}")
+        return Problem((key,), f"{key}={pooler} is not supported", f"use {' or '.join(POOLERS)}")
     return None
 
 

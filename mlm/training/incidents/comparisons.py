@@ -92,7 +92,7 @@ def replica_differences(trainer: Trainer) -> list[str]:
 
 
 def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose value differs from the majority's; all of them where there is none."""
+    """Return the ranks whose value differs from the majority's; all without a majority."""
     common, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return list(ranks)

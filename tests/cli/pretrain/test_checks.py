@@ -82,7 +82,7 @@ def test_sound_config_has_no_problem(words: list[str]) -> None:
             ),
             (
                 ["model=llama_tiny", "model.options.rope_scaling=ntk"],
-                "model.options.rope_scaling=ntk is no scaling of ours; "
+                "model.options.rope_scaling=ntk is not supported; "
                 "use default, linear, dynamic, llama3, yarn or longrope",
             ),
             (
