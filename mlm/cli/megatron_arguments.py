@@ -377,7 +377,9 @@ def translate_data(flags: Flags) -> Rule:
         settings["data.path"] = prefixes[0]
         used |= {"data_path", "train_data_path"}
     elif prefixes:
-        entries = [f"{weight} {prefix}" for weight, prefix in zip(prefixes[::2], prefixes[1::2], strict=False)]
+        entries = [
+            f"{weight} {prefix}" for weight, prefix in zip(prefixes[::2], prefixes[1::2], strict=False)
+        ]
         is_weighted = len(prefixes) % 2 == 0 and all(split_weight(entry)[0] for entry in entries)
         blend = entries if is_weighted else prefixes
         settings["data.blend"] = f"[{','.join(blend)}]"

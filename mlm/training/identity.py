@@ -116,7 +116,7 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
     # masking keys matter to BERT alone, eod_id only where both runs have a switch that reads it
     unused = {"data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"}
     unused.difference_update(family_of(config.model.kind).data_keys)
-    if not any(getattr(config.data, switch) and then.get(f"data.{switch}") for switch in SWITCHES):
+    if not any(getattr(config.data, switch) and stored.get(f"data.{switch}") for switch in SWITCHES):
         unused.add("data.eod_id")
     return [
         f"{key}={format_value(current[key])}: the run in {run} was trained with {format_value(stored[key])}; "
