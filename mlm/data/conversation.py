@@ -96,7 +96,7 @@ def make_conversation(
         raise ChatError(f"'{SYSTEM}' is another text than the first message's: delete one")
     if not all(is_trained(message) for message in messages if message["role"] == ASSISTANT):
         if prompt:
-            raise ChatError("a turn of weight 0 beside a prompt, after which all is trained: write messages")
+            raise ChatError("a turn of weight 0 after a prompt, where all turns are trained: write messages")
         changes.append("turns of weight 0 not trained")
     return Conversation(messages, tools, options, prompt, tuple(changes))
 

@@ -159,7 +159,7 @@ def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
         else:
             if entry.get("bytes") != indexed.bin_bytes:
                 return (
-                    f"{indexed.bin_path} is not the file {RECEIPT} beside it describes: write the corpus "
+                    f"{indexed.bin_path} is not the file that its {RECEIPT} describes: write the corpus "
                     f"again with `mlm data build`, or set data.path to another"
                 )
             needed, subject = receipt["vocab_size"], f"{indexed.bin_path} was written with token ids up to"

@@ -296,13 +296,7 @@ def map_matrices(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor
     """
     threads = torch.get_num_threads()
     if matrices and matrices[0].is_cuda:
-        by_shape, results = dict[torch.Size, list[int]](), dict[int, Tensor]()
-        for number, x in enumerate(matrices):
-            by_shape.setdefault(x.shape, []).append(number)
-        for numbers in by_shape.values():
-            stack = function(torch.stack([matrices[number] for number in numbers]))
-            results.update(zip(numbers, stack.unbind(), strict=True))
-        return [results[number] for number in range(len(matrices))]
+        return map_stacks(function, matrices)
     if threads == 1 or len(matrices) < threads or not matrices[0].is_cpu:
         return [function(x) for x in matrices]
     try:
@@ -310,6 +304,17 @@ def map_matrices(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor
             return list(pool.map(function, matrices))
     finally:
         torch.set_num_threads(threads)  # the newest call's is what new threads begin with
+
+
+def map_stacks(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a function to the stack [n, rows, columns] of all matrices of each shape."""
+    by_shape, results = dict[torch.Size, list[int]](), dict[int, Tensor]()
+    for number, x in enumerate(matrices):
+        by_shape.setdefault(x.shape, []).append(number)
+    for numbers in by_shape.values():
+        stack = function(torch.stack([matrices[number] for number in numbers]))
+        results.update(zip(numbers, stack.unbind(), strict=True))
+    return [results[number] for number in range(len(matrices))]
 
 
 def build_buckets(

@@ -160,7 +160,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "attn_logit_softcapping=50",
     ),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
-    "another family": ("llama", {"model_type": "phimoe"}, "phimoe is not a model of ours; the reference"),
+    "another family": ("llama", {"model_type": "phimoe"}, "phimoe is not supported; the reference"),
     "one adapter's factors": (
         "phi3 with longrope",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0] * 3}},

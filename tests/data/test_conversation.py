@@ -136,7 +136,7 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
         ({"messages": [{"from": "function_call", "value": "f(1)"}, SAID]}, "message 1: no call"),
         (
             {"messages": None, "prompt": [ASKED, {**SAID, "weight": 0}, ASKED], "completion": [SAID]},
-            "a turn of weight 0 beside a prompt",
+            "a turn of weight 0 after a prompt",
         ),
     ],
 )

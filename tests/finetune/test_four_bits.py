@@ -136,7 +136,7 @@ def test_product_and_gradient_are_those_of_bitsandbytes(dtype: torch.dtype) -> N
     layer = bitsandbytes.nn.Linear4bit(128, 96, bias=False, compute_dtype=dtype, **options)
     layer.weight = bitsandbytes.nn.Params4bit(plain.to(dtype), requires_grad=False, **options)
     weight = NF4Weight.empty(96, 128, dtype)
-    weight.fill(plain)
+    weight.quantize(plain)
     sides = []
     for product in (layer.to("cpu").train(), lambda x: linear(x, weight)):
         leaf = x.to(dtype).requires_grad_()

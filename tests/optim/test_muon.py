@@ -16,7 +16,7 @@ from mlm.models.lora import add_adapters
 from mlm.optim import muon
 from mlm.optim.adamw import apply, build_optimizer, moment
 from mlm.optim.config import MuonConfig, OptimizerConfig, PrecisionConfig
-from mlm.optim.matrices import _map_stacks
+from mlm.optim.matrices import map_stacks
 from mlm.optim.muon import MOMENTUM, orthogonalise
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
@@ -288,7 +288,7 @@ def test_a_step_scales_gradients_and_skips_overflows(masks: bool, cautious: bool
 
 def test_matrices_of_one_shape_at_once_are_each_of_them() -> None:
     matrices = [torch.randn(shape).double() for shape in ((8, 6), (6, 8), (8, 6), (5, 5), (6, 8))]
-    found = _map_stacks(lambda x: orthogonalise(x, MuonConfig()), matrices)
+    found = map_stacks(lambda x: orthogonalise(x, MuonConfig()), matrices)
     torch.testing.assert_close(found, [orthogonalise(x, MuonConfig()) for x in matrices])
 
 

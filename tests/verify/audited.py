@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -269,6 +270,57 @@ def dies(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     if mesh["tp"].get_local_rank() == 1:
         os._exit(7)
     return build(mesh)
+
+
+def dies_after_a_wrong_step(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject, losses = forward(mesh), list[Tensor]()
+
+    def loss(y: Tensor) -> Tensor:
+        losses.append(y.square().mean())
+        if len(losses) > 1 and mesh["tp"].get_local_rank() == 1:
+            os._exit(7)
+        return losses[-1]
+
+    return replace(subject, loss=loss)
+
+
+class OwnState:
+    """A trainer with its own counts, moments and random numbers; replicas count their own micro-batches."""
+
+    def __init__(self, mesh) -> None:  # type: ignore[no-untyped-def]
+        self.module, self.group = nn.Linear(4, 4), mesh["dp"].get_group()
+        self.moments, self.steps, self.micros = [torch.zeros(4)], 0, 0
+        self.random, self.x = torch.Generator().manual_seed(1), torch.arange(32.0).view(8, 4).sin()
+
+    def step(self) -> Tensor:
+        self.steps += 1
+        noise = self.steps * torch.randn(8, 4, generator=self.random)
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        loss = self.module((self.x + noise).chunk(size)[rank]).square().sum()
+        loss.backward()
+        self.micros += 8 // size
+        return loss.detach()
+
+    def reduce(self) -> None:
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad, group=self.group)
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    def __init__(self, trainer: OwnState) -> None:
+        super().__init__(trainer.module.parameters(), {})
+        self.trainer = trainer
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:  # type: ignore[override,no-untyped-def]
+        bias, t = self.trainer.module.bias, self.trainer
+        t.moments[0] = 0.9 * t.moments[0] + bias.grad
+        bias -= 0.1 * torch.tanh(t.moments[0] / (1 - 0.9**t.micros))
+
+
+def counts_micro_batches(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    t = OwnState(mesh)
+    return AuditSubject(module=t.module, step=t.step, reduce=t.reduce, optimizer=OwnOptimizer(t))
 
 
 class Root(nn.Module):

@@ -320,6 +320,20 @@ def test_a_rank_that_fails_is_named(subject: str, words: tuple[str, ...]) -> Non
     assert all(each in finding.sentence for each in words), finding.sentence
 
 
+def test_what_is_wrong_before_ranks_end_is_told_first() -> None:
+    finding = first_outcome("dies_after_a_wrong_step", tp=2).finding
+    assert finding is not None
+    assert (finding.cause, finding.kind, finding.step) == ("missing all-reduce", "output", 1)
+    assert finding.sentence.endswith("; later rank 1 of 2 died in loss")
+
+
+def test_what_a_trainer_counts_and_draws_itself_is_as_before_in_each_try() -> None:
+    finding = first_outcome("counts_micro_batches", dp=2).finding
+    assert finding is not None
+    assert (finding.cause, finding.kind) == ("another number", "updated weight")
+    assert "takes 0.3439 in place of 0.569533" in finding.sentence
+
+
 def test_command_prints_a_table_writes_a_page_and_ends_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

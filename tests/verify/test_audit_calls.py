@@ -62,6 +62,21 @@ def test_wrong_outputs_are_matched_by_the_inputs() -> None:
     assert torch.equal(parts[1].tensors[Key(0, "output", "m")], wrong)
 
 
+def test_gradients_are_compared_where_other_passes_have_none() -> None:
+    """A frozen reference model reads the same samples after the policy, without gradients."""
+
+    def passes(ids: list[int]) -> Record:
+        both = record((INPUTS[ids], OUTPUTS[ids]), (INPUTS[ids], OUTPUTS[ids] + 1))
+        del both.tensors[Key(0, "backward", "m", micro=1)]
+        return both
+
+    key = Key(0, "backward", "m")
+    whole, parts, problems = matched(passes([*range(8)]), passes([0, 1, 2, 3]), passes([4, 5, 6, 7]))
+    assert torch.equal(whole.tensors[key], 2 * OUTPUTS)
+    assert torch.equal(torch.cat([part.tensors[key] for part in parts]), 2 * OUTPUTS)
+    assert not problems
+
+
 def test_sums_are_compared_where_samples_are_not_to_be_told_and_the_report_says_so() -> None:
     """Equal samples: which of them a replica has is nowhere to be seen."""
     x, y = INPUTS[:1].expand(8, 3, 2), OUTPUTS[:1].expand(8, 3, 2)

@@ -158,7 +158,7 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
         model_type = raw.get("model_type")
         hint = nearest(str(model_type), by_type)
         fix = "the reference's page Model families lists those that are" + (f", such as {hint}" * bool(hint))
-        raise UserError(f"{path}: model_type={show(model_type)} is not a model of ours; {fix}")
+        raise UserError(f"{path}: model_type={show(model_type)} is not supported; {fix}")
     config, notes = mapping.read(raw, path)
     return mapping, raw, config, tuple(map(Note, notes))
 

@@ -4,13 +4,17 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from copy import copy
+from functools import cache, partial
 from pathlib import Path
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mlm.verify.audit.compare import Location
@@ -23,6 +27,8 @@ BACKWARD = " in backward"
 """End of the name of an operation that computes gradients."""
 MOST_OPERATIONS = 4000
 PLAIN = (Tensor, nn.Parameter)
+OWNED = (Tensor, nn.Module, Optimizer)
+"""Types that a snapshot keeps though a library's class wraps them."""
 LIBRARIES = tuple(f"{Path(file).parent}/" for file in (torch.__file__, __file__) if file)
 
 
@@ -235,26 +241,83 @@ def trace_rank(recorder: Recorder, location: Location) -> None:
 
 
 class State:
-    """Snapshot of parameters, buffers and the optimizer, to run a step again from the same state."""
+    """Snapshot of the objects that a step reaches through its functions, to run it again from the same state.
+
+    A trainer's own step count, rates, moments and random streams change its next step as weights do.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder, module, self.optimizer = recorder, recorder.subject.module, recorder.subject.optimizer
-        buffers = nn.Module.buffers(module)  # Megatron's wrapper has another `buffers`
-        self.tensors = {x: x.detach().clone() for x in (*module.parameters(), *buffers)}
-        self.moments, self.counts = {}, {}
-        if self.optimizer is not None:
-            self.moments = {p: _cloned(moments) for p, moments in self.optimizer.state.items()}
-            self.counts = {k: v for k, v in vars(self.optimizer).items() if type(v) in (int, float)}
+        self.recorder, subject = recorder, recorder.subject
+        self.random_state = torch.get_rng_state()
+        self.containers: list[tuple[Any, Any]] = []
+        """Dictionaries and lists, with shallow copies."""
+        self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.cells: list[tuple[CellType, Any]] = []
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.generators: list[tuple[torch.Generator, Tensor]] = []
+        queue: list[Any] = [subject.module, subject.optimizer, subject.batch]
+        queue += [subject.step, subject.loss, subject.reduce, subject.clip]
+        visited: dict[int, Any] = {}
+        while queue:
+            x = queue.pop()
+            if id(x) not in visited and (isinstance(x, OWNED) or not is_opaque(x)):
+                visited[id(x)] = x  # alive, so that no other takes its id
+                queue += self._save(x)
+
+    def _save(self, x: Any) -> list[Any]:
+        """Save an object; return the objects that it holds."""
+        match x:
+            case Tensor():
+                self.tensors.append((x, x.detach().clone()))
+                return []
+            case torch.Generator():
+                self.generators.append((x, x.get_state()))
+                return []
+            case CellType():
+                with suppress(ValueError):  # of an empty cell
+                    self.cells.append((x, x.cell_contents))
+                    return [x.cell_contents]
+                return []
+            case MethodType():
+                return [x.__self__, x.__func__]
+            case FunctionType():
+                numbers = {
+                    name: value for name, value in x.__globals__.items() if type(value) in (int, float)
+                }
+                self.globals.append((x.__globals__, numbers))
+                return [*(x.__closure__ or ()), *(x.__defaults__ or ())]
+            case partial():
+                return [x.func, *x.args, *x.keywords.values()]
+            case tuple() | set():
+                return [*x]
+            case list() | dict():
+                self.containers.append((x, copy(x)))
+                return [*x] if isinstance(x, list) else [*x.values()]
+        return [x.__dict__] if hasattr(x, "__dict__") else []
 
     def restore(self) -> None:
+        torch.set_rng_state(self.random_state)
+        for container, values in self.containers:
+            if isinstance(container, list):
+                container[:] = values
+            else:
+                for key in container.keys() - values.keys():
+                    del container[key]
+                container.update(values)
+        for variables, numbers in self.globals:
+            variables.update(numbers)
+        for cell, content in self.cells:
+            cell.cell_contents = content
+        for generator, state in self.generators:
+            generator.set_state(state)
         with torch.no_grad():
-            for x, value in self.tensors.items():
+            for x, value in self.tensors:
                 x.copy_(value)
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-            self.optimizer.state.update({p: _cloned(moments) for p, moments in self.moments.items()})
-            vars(self.optimizer).update(self.counts)
 
 
-def _cloned(moments: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {k: x.clone() if isinstance(x, Tensor) else x for k, x in moments.items()}
+def is_opaque(x: Any) -> bool:
+    """True for values, for classes and modules, and for the state of libraries."""
+    kinds = (str, bytes, int, float, type(None), type, ModuleType, Recorder, Tracer)
+    return isinstance(x, kinds) or type(x).__module__.startswith(
+        ("torch.distributed", "threading", "_thread")
+    )
