@@ -25,7 +25,7 @@ READ, RESULT, NUMBERS = "read", "result", "numbers"
 """Types of tensors that an operation reads and returns, and of the Python numbers among its arguments."""
 BACKWARD = " in backward"
 """End of the name of an operation that computes gradients."""
-MOST_OPERATIONS = 4000
+MOST_OPERATIONS = 12_000
 PLAIN = (Tensor, nn.Parameter)
 OWNED = (Tensor, nn.Module, Optimizer)
 """Types that a snapshot keeps though a library's class wraps them."""
