@@ -405,7 +405,7 @@ class TestChat:
         [
             ([], "messages: no list of messages"),
             ([{"role": "robot", "content": "sat?"}], "messages: message 1: role='robot' is unknown"),
-            ([[{"role": "user"}]], "messages: message 1: its 'content' is no text"),
+            ([[{"role": "user"}]], "messages: message 1: its 'content' is not text"),
         ],
     )
     def test_what_is_no_conversation_is_one_line(self, llama: Path, messages: Any, problem: str) -> None:

@@ -86,7 +86,7 @@ def check_keys(node: Any) -> None:
             check_keys(child)
     if isinstance(node, yaml.MappingNode):
         if not all(key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
-            raise ValueError("a key is no text")
+            raise ValueError("a key is not text")
         keys = [key.value for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise ValueError("a key occurs twice")
@@ -102,7 +102,7 @@ def problem_of(value: Any) -> str | None:
     if isinstance(value, str) and "${" in value:
         return "an interpolation (${…}) is not resolved here; write the value itself"
     if isinstance(value, str) and value == MISSING_VALUE:
-        return f"{MISSING_VALUE} is no value; write one"
+        return f"{MISSING_VALUE} is not a value; write one"
     if isinstance(value, str) and any(unicodedata.category(c) == "Cc" for c in value if c not in "\n\t"):
         return f"{escape_controls(value)[:60]} holds control characters; write it without"
     if isinstance(value, int) and abs(value) >= 1 << 63:

@@ -57,7 +57,7 @@ def plain_name(name: str) -> str:
 
 @cache
 def foreign_option(cls: type, name: str) -> ForeignOption | None:
-    """The entry for a name that is no key of this run spec; None without one.
+    """The entry for a name that is not a key of this run spec; None without one.
 
     Patterns do not match names of keys.
     """

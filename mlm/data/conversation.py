@@ -78,7 +78,8 @@ def make_conversation(
     tools, options = objects_in(record.get(TOOLS), f"'{TOOLS}'"), record.get(OPTIONS)
     options = {} if options is None else options
     if not isinstance(options, dict) or any(name in FIXED for name in options):
-        raise ChatError(f"'{OPTIONS}' is no object of values other than {', '.join(FIXED)}: fix or delete it")
+        problem = f"is not an object of values other than {', '.join(FIXED)}"
+        raise ChatError(f"'{OPTIONS}' {problem}: fix or delete it")
     if not keep_nulls:
         cleaned = without_nulls([messages, tools, options])
         if cleaned != [messages, tools, options]:
@@ -110,7 +111,7 @@ def objects_in(value: Any, name: str) -> list[Any] | None:
             raise ChatError(f"{name} is a text, and no JSON: write a list of objects") from None
     value = list(value) if isinstance(value, tuple) else value
     if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
-        raise ChatError(f"{name} is no list of objects: fix or delete it")
+        raise ChatError(f"{name} is not a list of objects: fix or delete it")
     return value
 
 
@@ -132,7 +133,7 @@ def check_messages(messages: Any) -> list[Message]:
 
 def check_message(row: Any, number: int) -> Message:
     if not isinstance(row, dict):
-        raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
+        raise ChatError(f'message {number} is not an object: write {{"role": "user", "content": "…"}}')
     # Tables use null for absent keys.
     message: Message = {key: value for key, value in row.items() if value is not None}
     if "from" in message and "role" not in message:
@@ -167,7 +168,7 @@ def check_message(row: Any, number: int) -> Message:
     if content is None and calls:  # OpenAI's form; some templates would write it as a word
         return message
     if not isinstance(content, str):
-        raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
+        raise ChatError(f"message {number}: its 'content' is not text: give one, or delete the message")
     return {**message, "content": content}
 
 

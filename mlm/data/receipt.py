@@ -42,7 +42,7 @@ def read_receipt(folder: Path) -> Receipt | None:
         for table in (receipt.get("splits", {}), receipt.get("files", {})):
             for name, entry in table.items():
                 if Path(name).name != name:
-                    raise ValueError(f"{name} is no name of a file")
+                    raise ValueError(f"{name} is not a name of a file")
                 for key in ("bytes", "documents", "sequences", "tokens", "end_tokens"):
                     whole_number(entry.get(key, 0))
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -166,7 +166,7 @@ def _parquet_records(file: Path) -> Iterator[Located]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         check_supported(str(file), error)
-        problem = f"{file} is no Parquet file, {DAMAGED} ({one_line(error)[:200]})"
+        problem = f"{file} is not a Parquet file, {DAMAGED} ({one_line(error)[:200]})"
         raise CorruptFileError(f"{problem}: replace it, or {WRITE_AGAIN}") from error
 
 

@@ -184,7 +184,7 @@ class Regression(OneOrTwoTexts):
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise RowError(f"{task.label}={quote(value)} is no number: fix or delete it")
+            raise RowError(f"{task.label}={quote(value)} is not a number: fix or delete it")
         if task.label_range is not None and not task.label_range[0] <= number <= task.label_range[1]:
             if number == NO_LABEL:
                 return TaskRow(id, texts, None)

@@ -80,7 +80,7 @@ def _foreign_task(trained: LoadedModel, *, is_pair: bool) -> TaskConfig:
     model, path = trained.config.model, trained.path
     if model.head == "span" or model.num_labels < 2:
         raise UserError(
-            f"{path}: its task is not recorded, and its head is no classifier of two labels or more; use "
+            f"{path}: its task is not recorded, and its head is not a classifier of two labels or more; use "
             "`mlm eval TASK`, which names the task"
         )
     if isinstance(trained.source, ModelFolder):

@@ -53,12 +53,13 @@ def check_task(task: TaskConfig) -> list[Problem]:
         elif (unsuited := kind.metric_problem(task, name)) is not None:
             problems.append(unsuited)
     if task.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", task.hub):
-        problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
+        problem = f"task.hub={task.hub} is not a Hub dataset"
+        problems.append(Problem(("task.hub",), problem, "write OWNER/NAME"))
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
     for key, values in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
         bad = [name for name in values if not re.fullmatch(r"[\w-][\w.-]*", name)]
         fix = "use letters, digits, - and _"
-        problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
+        problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is not a name", fix) for name in bad]
     if not task.validations:
         problem = "task.validations=[]: no split to choose the best checkpoint on"
         problems.append(Problem(("task.validations",), problem, "name one"))

@@ -83,8 +83,8 @@ def parse_label(task: TaskConfig, value: Any) -> int | None:
     if number is None or not 0 <= number < len(task.labels):
         names = ", ".join(task.labels[:20])
         raise RowError(
-            f"{task.label}={quote(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
-            f"or set task.labels"
+            f"{task.label}={quote(value)} is not a label: use 0 to {len(task.labels) - 1} or a name "
+            f"({names}), or set task.labels"
         )
     return number
 

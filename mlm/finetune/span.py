@@ -198,7 +198,7 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
         number = parse_whole_number(start)
         if number is None:
             raise RowError(
-                f"answer_start={quote(start)} of '{task.label}' is no whole number: fix or delete it"
+                f"answer_start={quote(start)} of '{task.label}' is not a whole number: fix or delete it"
             )
         answers.append(Answer(check_text(text, task.label), number))
     return tuple(answers)

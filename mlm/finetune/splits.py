@@ -391,7 +391,7 @@ def race_records(file: str, content: Any) -> Iterator[Located]:
     questions, options, answers = (article.get(key) for key in ("questions", "options", "answers"))
     if not isinstance(questions, list) or not isinstance(options, list):
         raise UserError(
-            f"{file}: is no article of RACE (article, questions, options, answers, id): remove it"
+            f"{file}: is not an article of RACE (article, questions, options, answers, id): remove it"
         )
     answers = [None] * len(questions) if answers is None else answers
     if not isinstance(answers, list) or not len(questions) == len(options) == len(answers):

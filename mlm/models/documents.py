@@ -145,7 +145,7 @@ class Boundaries:
         if not any(switches):
             return None
         if data.eod_id is None or not 0 <= data.eod_id < 1 << 31:
-            raise ValueError(f"data.eod_id={data.eod_id} is no token that could end a document")
+            raise ValueError(f"data.eod_id={data.eod_id} is not a token that could end a document")
         return cls(data.eod_id, *switches)
 
     def scored(self, tokens: Tensor, labels: Tensor) -> Tensor:

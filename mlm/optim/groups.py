@@ -39,7 +39,7 @@ def parse_groups(entries: Iterable[str]) -> Iterator[tuple[str, dict[str, float]
         allowed = [key for key, value in settings.items() if key in SETTINGS and SETTINGS[key](value)]
         if not settings or len(allowed) < len(settings):
             raise OwnCodeError(
-                f"optimizer.groups: {entry!r} is no pattern with settings; write "
+                f"optimizer.groups: {entry!r} is not a pattern with settings; write "
                 "'layers.*.bias lr=1e-3 weight_decay=0', of lr, lr_scale and weight_decay"
             )
         yield pattern, settings

@@ -101,7 +101,7 @@ class PlannedLayout(ParallelConfig):
             elif size is not None and size[1] in SIZES:
                 named = {SIZES[size[1]]: int(size[2])}
             else:
-                raise ValueError(f"{word} is no word of a layout's name")
+                raise ValueError(f"{word} is not a word of a layout's name")
             if named.keys() & values.keys():
                 raise ValueError(f"{word} comes after another word of the same setting")
             values |= named

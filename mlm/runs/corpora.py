@@ -117,7 +117,7 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
         eod_id = fill_eod_id(config.data).eod_id
         if eod_id is not None and eod_id >= vocab_size:
             fix = "set data.eod_id to one"
-            problems.append(f"data.eod_id={eod_id} is no token of model.vocab_size={vocab_size}; {fix}")
+            problems.append(f"data.eod_id={eod_id} is not a token of model.vocab_size={vocab_size}; {fix}")
     except UserError as error:
         problems += error.problems
     if blend:

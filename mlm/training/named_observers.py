@@ -73,7 +73,7 @@ def checked_fields(path: str, target: Callable[..., object], fields: dict[str, A
             near = nearest(name, list(parameters))
             fix = f"did you mean {near}?" if near else f"its fields: {', '.join(parameters) or 'none'}"
             raise OwnCodeError(
-                f"{KEY}={path}: {name}={format_value(value)} is no field of it", keys=(KEY,), fix=fix
+                f"{KEY}={path}: {name}={format_value(value)} is not a field of it", keys=(KEY,), fix=fix
             )
     for name in (name for name in required if name not in fields):
         fix = f"write {KEY}=[{{use: {path}, {name}: …}}]"

@@ -57,7 +57,7 @@ class DeferredCheck:
     """Return None if `hold` is 0.0; else True to apply the update now, False to skip it. Waits."""
 
 
-class RewindRequested(Exception):  # noqa: N818, as it is no error
+class RewindRequested(Exception):  # noqa: N818, as it is not an error
     """Raised in `after_step` on all ranks: training continues from an earlier checkpoint."""
 
     def __init__(self, rewind: Callable[[], None]) -> None:

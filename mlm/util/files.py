@@ -215,7 +215,7 @@ def digest_name(h: "xxhash.xxh3_128") -> str:
 def whole_number(value: Any, most: int = (1 << 63) - 1) -> int:
     """Return a number read from a file. Raises ValueError unless it is an integer from 0 to `most`."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{str(value)[:40]} is no whole number in range")
+        raise ValueError(f"{str(value)[:40]} is not a whole number in range")
     return value
 
 

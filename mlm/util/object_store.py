@@ -52,7 +52,7 @@ def split_step(url: str) -> tuple[str, int | None]:
 
 
 def url_problem(key: str, url: str) -> Problem | None:
-    """The problem of a text that is no bucket URL, or holds credentials, which are not printed."""
+    """The problem of a text that is not a bucket URL, or holds credentials, which are not printed."""
     if not is_stored(url):
         return Problem.at(key, url, "no URL of an object store", f"write {key}=s3://BUCKET/NAME")
     bucket = url.removeprefix(S3).partition("/")[0]

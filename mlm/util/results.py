@@ -192,7 +192,7 @@ def folder_problem(path: str | Path | None, *, makes_folders: bool = False) -> P
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return None
     fix = "name a file in one that is" + f", such as out={file.name}" * os.access(".", os.W_OK)
-    return Problem.at("out", str(path), f"{folder} is no folder that can be written", fix)
+    return Problem.at("out", str(path), f"{folder} is not a folder that can be written", fix)
 
 
 def rename_earlier_result(

@@ -95,7 +95,7 @@ def add_row(grid: Table, *cells: object) -> None:
 def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
     """Show a progress bar on stderr, removed at the end; yield a function that advances it by a count.
 
-    With `in_bytes` it shows bytes and their rate. If stderr is no terminal, prints a line each minute
+    With `in_bytes` it shows bytes and their rate. If stderr is not a terminal, prints a line each minute
     instead; nothing if not `shown`.
     """
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)

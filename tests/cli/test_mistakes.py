@@ -175,7 +175,7 @@ def test_surroundings_that_make_no_sense_are_one_problem_among_others(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def facts(launched: object) -> Launch:
-        raise UserError("WORLD_SIZE=x is no number")
+        raise UserError("WORLD_SIZE=x is not a number")
 
     monkeypatch.setattr(type(cli.launched), "facts", property(facts), raising=False)
     assert cli(f"{SOUND} tp=3") == 2

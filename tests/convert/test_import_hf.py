@@ -179,7 +179,7 @@ class TestRefusals:
 
 
 class TestHub:
-    """A source that is no folder but an id."""
+    """A source that is not a folder but an id."""
 
     ID = "someone/tiny"
 

@@ -266,5 +266,5 @@ def test_multi_token_prediction_is_left_out_with_a_note(tmp_path: Path) -> None:
     tokens = torch.arange(30)[None]
     assert (mlm.load(tmp_path, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
     edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
-    with pytest.raises(UserError, match=r"layers.2.enorm.weight is no parameter of DeepseekV3ForCausalLM"):
+    with pytest.raises(UserError, match=r"layers.2.enorm.weight is not a parameter of DeepseekV3ForCausalLM"):
         mlm.load(tmp_path, device="cpu")

@@ -129,7 +129,7 @@ def test_declared_sampling_is_used_where_nothing_is_typed(
     assert main([*asked]) == 0
     said = capsys.readouterr()
     assert "as generation_config.json declares: temperature=0.6, top_k=50, top_p=0.9\n" in said.err
-    assert said.out.startswith("To be")  # the first token is no part of the text
+    assert said.out.startswith("To be")  # the first token is not part of the text
     assert main([*asked, "temperature=0.6", "top_k=50", "top_p=0.9", "repetition_penalty=1"]) == 0
     assert capsys.readouterr().out == said.out
     model = mlm.load(ckpt, device="cpu")
@@ -161,7 +161,7 @@ def test_a_declared_setting_that_is_none_is_named_with_its_file(
 
 
 def test_a_corpus_says_how_its_sequences_begin(tmp_path: Path) -> None:
-    """config.json is no part of the corpus: its receipt says it."""
+    """config.json is not part of the corpus: its receipt says it."""
     model = write_declared(tmp_path / "model", "qwen")
     (tmp_path / "in.jsonl").write_text('{"text": "To be, or not"}\n'.replace("or", "or " * 200))
     out, tokenizer = tmp_path / "out", Tokenizer.load(model)

@@ -114,7 +114,7 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
     [
         ({"messages": "hello"}, "no list of messages"),
         ({"messages": [{"role": "human", "content": "a"}]}, "message 1: role='human' is unknown"),
-        ({"messages": [ASKED, {"role": "assistant"}]}, "message 2: its 'content' is no text"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "message 2: its 'content' is not text"),
         (
             {"messages": [{**ASKED, "content": [{"type": "image"}]}]},
             "message 1: a part of its 'content' is not",
@@ -126,7 +126,7 @@ def test_glaive_roles_are_calls_and_results_of_tools() -> None:
             {"system": "a", "messages": [{"role": "system", "content": "b"}, ASKED, SAID]},
             "'system' is another text",
         ),
-        ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' is no object"),
+        ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' is not an object"),
         ({"messages": [ASKED, {**SAID, "weight": 0.5}]}, "message 2: 'weight' is neither 0 nor 1"),
         (
             {"messages": [ASKED, {**SAID, "function_call": {"name": "f"}}]},

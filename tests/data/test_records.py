@@ -119,7 +119,9 @@ def test_what_pyarrow_lacks_is_damaged_or_of_another_form(tmp_path: Path) -> Non
     snappy, lzo = b"\x18\x04text\x15\x02", b"\x18\x04text\x15\x06"  # name and codec of the column
     assert path.read_bytes().count(snappy) == 1
     path.write_bytes(path.read_bytes().replace(snappy, lzo))
-    problem = r"a\.parquet is no Parquet file, damaged, or of a form that is not supported \(.*write it again"
+    problem = (
+        r"a\.parquet is not a Parquet file, damaged, or of a form that is not supported \(.*write it again"
+    )
     with pytest.raises(CorruptFileError, match=problem):
         list(read_records(path))
 

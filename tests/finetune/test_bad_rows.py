@@ -13,17 +13,17 @@ from tests.hostile.files import payloads
 CHOSEN = {"prompt": "a", "chosen": "b", "rejected": "c"}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no label": ("mine", PAIR | {"label": None}, "no label"),
-    "unknown number": ("mine", PAIR | {"label": 2}, "label=2 is no label: use 0 to 1 or a name"),
-    "true for a label": ("mine", PAIR | {"label": True}, "label=True is no label"),
+    "unknown number": ("mine", PAIR | {"label": 2}, "label=2 is not a label: use 0 to 1 or a name"),
+    "true for a label": ("mine", PAIR | {"label": True}, "label=True is not a label"),
     "empty text": ("mine", PAIR | {"second": " \n"}, "'second' is empty"),
     "number for a text": ("mine", PAIR | {"first": 3}, "'first' holds an integer, not a text"),
     "half a surrogate": ("mine", PAIR | {"first": "\ud800"}, "'first' holds half a surrogate pair"),
     "a list for an id": ("mine", PAIR | {"idx": [1]}, "'idx' holds a list"),
     "score too low": ("stsb", STS | {"label": -0.5}, "label=-0.5 is not in 0 to 5"),
-    "infinite score": ("stsb", STS | {"label": "inf"}, "label='inf' is no number"),
+    "infinite score": ("stsb", STS | {"label": "inf"}, "label='inf' is not a number"),
     "no score": ("stsb", STS | {"label": -1}, "no label"),
     "three options": ("race", RACE | {"options": list("abc")}, "'options' holds 3 options, task.labels 4"),
-    "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is no label: .*\(A, B, C, D\)"),
+    "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is not a label: .*\(A, B, C, D\)"),
     "SQuAD 2.0 as 1.1": (
         "squad", SQUAD | {"answers": {"text": [], "answer_start": []}, "is_impossible": True},
         "has no answer, as in SQuAD 2.0: use task=squad_v2",

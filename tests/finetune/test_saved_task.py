@@ -104,7 +104,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown metric": (MINE | {"metrics": ["acuracy"]}, r"'acuracy' is none .*; did you mean 'accuracy'\?"),
     "f1 of three": (MINE | {"labels": ["a", "b", "c"], "metrics": ["f1"]}, "of 3 use macro_f1"),
     "no answers": (SPAN | {"metrics": ["no_answer_f1"]}, "needs task.unanswerable=true"),
-    "a split that is a path": (MINE | {"tests": ["../test"]}, r"task.tests: '../test' is no name"),
+    "a split that is a path": (MINE | {"tests": ["../test"]}, r"task.tests: '../test' is not a name"),
     "no validation": (MINE | {"validations": []}, "no split to choose the best checkpoint on"),
     "windows that stand": (SPAN | {"max_length": 256}, "task.doc_stride=128 must be less than half"),
 }

@@ -336,7 +336,7 @@ def test_dry_run_counts_the_parts_and_results_that_travel() -> None:
     [
         ({"muon": MuonConfig(matrices="blocks.*")}, "optimizer.muon.matrices=blocks.*: no matrix of"),
         ({"groups": ("*.bia lr=1",)}, "optimizer.groups: *.bia: no parameter of model.kind=gpt2"),
-        ({"groups": ("*.bias lr=-1",)}, "optimizer.groups: '*.bias lr=-1' is no pattern with settings"),
+        ({"groups": ("*.bias lr=-1",)}, "optimizer.groups: '*.bias lr=-1' is not a pattern with settings"),
     ],
 )
 def test_patterns_that_name_nothing_are_errors(typed: dict[str, Any], problem: str) -> None:

@@ -171,7 +171,7 @@ def test_a_preset_is_found_by_its_gpu_and_has_the_peaks_that_mfu_is_stated_again
             ([*LAYOUTS, "train.micro_batch_size=999"], "leave train.micro_batch_size=999 or cp=1"),
             ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
-            (["plan", "compare", "tp1", "tp2 zero4"], "b=tp2 zero4: zero4 is no word of a layout"),
+            (["plan", "compare", "tp1", "tp2 zero4"], "b=tp2 zero4: zero4 is not a word of a layout"),
             ([*MEMORY, "tp=2", "rank=2"], "use rank=0 to 1"),
         ],
         5,

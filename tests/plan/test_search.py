@@ -119,5 +119,5 @@ def test_a_layout_is_read_from_its_name() -> None:
     assert PlannedLayout.named("tp1", typed) == expected
     assert PlannedLayout.named("tp1 dp1", typed) == PlannedLayout(micro_batch=2, global_batch=8)  # no zero
     for word in ("tp", "tp0", "12", "zero1", "TP2", "tp=2"):
-        with pytest.raises(ValueError, match=f"{word} is no word"):
+        with pytest.raises(ValueError, match=f"{word} is not a word"):
             PlannedLayout.named(f"tp2 {word}", asked.run)

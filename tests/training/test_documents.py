@@ -77,7 +77,7 @@ def test_an_end_that_is_unknown_or_no_token_is_a_problem() -> None:
     ]
     assert problems(DataConfig(kind="synthetic", eod_id=0, **asked)) == []
     (problem,) = problems(DataConfig(kind="synthetic", eod_id=11, **asked))
-    assert problem.startswith("data.eod_id=11 is no token of model.vocab_size=11")
+    assert problem.startswith("data.eod_id=11 is not a token of model.vocab_size=11")
 
 
 def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:

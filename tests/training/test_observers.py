@@ -117,7 +117,7 @@ def test_an_observer_takes_fields_and_a_resumed_run_has_them(
     [
         ("every: ten", "every=ten must be a whole number; correct every"),
         ("every: 0", "every=0 must be greater than 0; correct every"),
-        ("every: 1, nam: a", "nam=a is no field of it; did you mean name?"),
+        ("every: 1, nam: a", "nam=a is not a field of it; did you mean name?"),
         (
             "name: a",
             f"its field every is required; write train.observers=[{{use: {__name__}:Counts, every: …}}]",

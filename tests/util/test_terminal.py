@@ -1,4 +1,4 @@
-"""Progress and tables where the stream is no terminal."""
+"""Progress and tables where the stream is not a terminal."""
 
 import io
 import re

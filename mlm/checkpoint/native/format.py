@@ -274,7 +274,7 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     if not name.isprintable() or len(name) > MAX_NAME:  # names are printed, on terminals too
         raise ValueError(f"tensor name {name[:40]!r} is not allowed")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{name} has a shape that is no list of at most {MAX_DIMS} numbers")
+        raise ValueError(f"{name} has a shape that is not a list of at most {MAX_DIMS} numbers")
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
     sizes = tuple(map(whole_number, shape))
@@ -288,7 +288,7 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     norm_before, norm = (None, None) if entry["norms"] is None else entry["norms"]
     for value in (norm_before, norm):
         if value is not None and (type(value) not in (int, float) or not 0 <= value <= sys.float_info.max):
-            raise ValueError(f"{str(value)[:40]} is no norm")
+            raise ValueError(f"{str(value)[:40]} is not a norm")
     return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, norm_before)
 
 

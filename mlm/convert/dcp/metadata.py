@@ -126,7 +126,7 @@ def _check_name(value: Any) -> str:
 def _read_sizes(value: Any) -> tuple[int, ...]:
     numbers = value.args[0]
     if value.name != "torch.Size" or type(numbers) not in (tuple, list) or len(numbers) > MAX_DIMS:
-        raise PickleError(f"a shape is no list of at most {MAX_DIMS} numbers")
+        raise PickleError(f"a shape is not a list of at most {MAX_DIMS} numbers")
     return tuple(map(_whole_number, numbers))
 
 

@@ -98,9 +98,9 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
     except UserError:
         raise
     except ValueError as error:
-        raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {SAVE_AGAIN}") from error
+        raise CorruptFileError(f"{folder / name}: is not JSON ({error}). {SAVE_AGAIN}") from error
     if not isinstance(content, dict):
-        raise CorruptFileError(f"{folder / name}: is no JSON object. {SAVE_AGAIN}")
+        raise CorruptFileError(f"{folder / name}: is not a JSON object. {SAVE_AGAIN}")
     return content
 
 
@@ -144,7 +144,7 @@ def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], Mo
     Raises UserError with all problems together.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
+        raise UserError(f"{folder}: is not a folder. Name one with config.json and model.safetensors")
     if find_file(folder, ADAPTER):
         raise UserError(
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Import the folder "

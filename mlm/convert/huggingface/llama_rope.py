@@ -71,7 +71,7 @@ def read_rope(
     parameters = config.get(source_key)
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict):
-        raise ConfigError([f"{path}: {source_key}={show(parameters)} is no object of settings"])
+        raise ConfigError([f"{path}: {source_key}={show(parameters)} is not an object of settings"])
     if nested := [key for key, value in parameters.items() if isinstance(value, dict)]:
         key = f"{source_key}.{show(nested[0])}"
         raise ConfigError([f"{path}: {key}: settings of some layers alone are not supported"])
@@ -116,7 +116,7 @@ def _read_by_type(
     if is_split:
         parts = [{} if (part := by_type.get(name)) is None else part for name in names]
     if not isinstance(scaling, dict):
-        raise ConfigError([f"{path}: rope_scaling={show(scaling)} is no object of settings"])
+        raise ConfigError([f"{path}: rope_scaling={show(scaling)} is not an object of settings"])
     if not all(isinstance(part, dict) for part in parts):
         key = f"rope_parameters={show(by_type)}"
         raise ConfigError([f"{path}: {key}: give settings of {' and '.join(names)}"])

@@ -209,7 +209,7 @@ def read_adapters(
         raise UserError(f"{CONFIG}: {problem}; save it again")
     ranks = adapted_ranks(tensors)
     if outside := sorted(ranks.keys() - layer_modules(model)):
-        raise UserError(f"{WEIGHTS}: {outside[0]} is no linear layer of a layer of the base; {merge}")
+        raise UserError(f"{WEIGHTS}: {outside[0]} is not a linear layer of a layer of the base; {merge}")
     if not ranks or any(rank != config.get("r") for rank in ranks.values()):
         problem = f"r={show(config.get('r'))}, ranks in {WEIGHTS} are {sorted({*ranks.values()})}"
         raise UserError(f"{CONFIG}: {problem}; {merge}")

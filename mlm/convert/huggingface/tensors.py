@@ -53,8 +53,8 @@ class HFTensors:
             if name not in used | copies and not model.mapping.ignored.fullmatch(name):
                 class_name = model.architecture
                 raise UserError(
-                    f"{model.folder / file}: {show(name)} is no parameter of {class_name}. Save the model as "
-                    f"{class_name}, without other heads or more layers than {CONFIG} says"
+                    f"{model.folder / file}: {show(name)} is not a parameter of {class_name}. Save the model "
+                    f"as {class_name}, without other heads or more layers than {CONFIG} says"
                 )
             supported = (torch.uint8,) if name in quantised else FLOATS
             if name in used and stored.dtype not in supported:

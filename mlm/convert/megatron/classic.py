@@ -246,7 +246,7 @@ def flatten(path: Path, chunk: Any) -> dict[str, Any]:
         too_many = depth > _MOST_DEPTH or visited > _MOST_NODES
         if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
             name = one_line(prefix) or "model"
-            raise CorruptFileError(f"{path}: {name} is no dictionary of names: copy it again")
+            raise CorruptFileError(f"{path}: {name} is not a dictionary of names: copy it again")
         open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
     return values_by_name
 

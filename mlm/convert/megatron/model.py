@@ -202,7 +202,7 @@ def unknown_name(path: Path, core_name: str) -> UserError:
     if ".mlp.router." in core_name or ".mlp.experts." in core_name:
         return UserError(f"{path}: {one_line(core_name)}: {THROUGH_HF}")
     return UserError(
-        f"{path}: {one_line(core_name)} is no part of {family_names(last='or')} as mlm has them: only these "
+        f"{path}: {one_line(core_name)} is not part of {family_names(last='or')} as mlm has them: only these "
         "are imported, and torchtitan's names by mlm convert"
     )
 

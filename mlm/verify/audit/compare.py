@@ -216,7 +216,7 @@ class Comparison:
                 best = match_at({}, dict.fromkeys(parts, full) if error <= limit * unit else nearest, full)
         elif (best := self.match_activation(key, parts, full, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)
-            self.skipped.append(f"{key.name}: {shape} is no part of {list(full.shape)}")
+            self.skipped.append(f"{key.name}: {shape} is not part of {list(full.shape)}")
         if best is not None:
             self.locations.append(Location(key, best, unit, limit, stage))
 

@@ -130,7 +130,11 @@ GAMMA = "bert.embeddings.LayerNorm.gamma"
     ("kind", "edit", "said"),
     [
         ("gpt2", lambda t: t.pop("transformer.h.1.ln_2.bias"), r"no tensor h\.1\.ln_2\.bias"),
-        ("gpt2", lambda t: t.update({"v_head.weight": torch.ones(2, 24)}), "v_head.weight is no parameter"),
+        (
+            "gpt2",
+            lambda t: t.update({"v_head.weight": torch.ones(2, 24)}),
+            "v_head.weight is not a parameter",
+        ),
         (
             "gpt2",
             lambda t: t.update({"transformer.h.3.ln_1.bias": torch.ones(24)}),

@@ -103,7 +103,7 @@ def test_prompts_come_from_lines_of_a_file_jsonl_or_standard_input(
 
 @pytest.mark.parametrize("settings", [["prompt=''"], ["prompts=empty.jsonl"]])
 def test_an_empty_prompt_begins_a_document(model: Path, settings: list[str]) -> None:
-    """The model reads the end-of-document token, which is no part of the text."""
+    """The model reads the end-of-document token, which is not part of the text."""
     Path("empty.jsonl").write_text('{"prompt": ""}\n')
     (said,) = generated(model, *settings)
     (after_eod,) = generated(model, "prompt=<|endoftext|>", "special_tokens=true")

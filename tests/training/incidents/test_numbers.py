@@ -207,7 +207,7 @@ def test_a_resumed_run_remembers_all_that_the_first_did() -> None:
     ids=str,
 )
 def test_a_count_that_is_none_is_damage(change: dict[str, Any]) -> None:
-    with pytest.raises(CorruptFileError, match=r"state of incidents is damaged .* is no whole number"):
+    with pytest.raises(CorruptFileError, match=r"state of incidents is damaged .* is not a whole number"):
         decode({**incident_state().encode(), **change}, 4)
 
 
