@@ -167,7 +167,7 @@ def _is_new(record: logging.LogRecord) -> bool:
 
 
 def resolve(target: str) -> Any:
-    """The function that an import string names: `mlm.evaluate.loss:run`."""
+    """The function that an import string names: `mlm.cli.evaluate.loss:run`."""
     path, _, name = target.partition(":")
     if path not in sys.modules:
         # Garbage collections during the import of torch, and of its objects later, find nothing and take a

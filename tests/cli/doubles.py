@@ -30,7 +30,7 @@ class Launched:
         return only
 
     def resolve(self, target: str) -> Any:
-        """Stands for mlm.cli.commands.resolve."""
+        """Stands for mlm.cli.entry.resolve."""
         name = target.partition(":")[2]
         known: dict[str, Any] = {
             "launch_facts": lambda dist: self.facts,
