@@ -103,9 +103,15 @@ class LocalExecutor:
             )
         pool = self._pool
         try:
-            futures = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
-            # The pool watches the workers that it had at the last submission, so submit a no-op.
-            pool.submit(os.getpid)
+            # A submission may start a worker: a signal before the pool has noted it would leave a worker without
+            # the locks that it opens by name.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                futures = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
+                # The pool watches the workers that it had at the last submission, so submit a no-op.
+                pool.submit(os.getpid)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
                 future.result()
                 advance(1)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,23 @@ def wait_until_gone(pids: list[int]) -> None:
 
 def pids_in(path: Path) -> list[int]:
     return [int(file.name) for file in path.iterdir()]
+
+
+def test_a_signal_waits_until_the_workers_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came in between left a worker that the pool had not noted yet, without its locks."""
+    started: list[int] = []
+
+    class Pool(ProcessPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            started.append(len(started))
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt), LocalExecutor(2) as workers:
+        workers.run(cast(BuildPlan, FolderAsPlan(tmp_path)), BuildStage("clean", 2, tmp_path), [0, 1], int)
+    assert started == [0, 1, 2]
 
 
 @pytest.mark.timeout(60)
