@@ -103,8 +103,8 @@ class LocalExecutor:
             )
         pool = self._pool
         try:
-            # A submission may start a worker: a signal before the pool has noted it would leave a worker without
-            # the locks that it opens by name.
+            # A submission may start a worker: a signal before the pool has noted it would delete the locks
+            # that the worker opens by name.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 futures = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
