@@ -178,21 +178,25 @@ def test_scalars_that_modules_return_are_compared_and_right(subject: str, layout
     assert not outcome.skipped
 
 
-def stopped(*_: object) -> list[object]:
-    raise KeyboardInterrupt
+def audited_until_stopped(
+    _: ParallelContext, config: AuditConfig, request: type[BaseException]
+) -> list[Outcome] | UserError:
+    def stop(*_: object) -> list[object]:
+        raise request
 
-
-def audited_until_stopped(_: ParallelContext, config: AuditConfig) -> list[Outcome] | UserError:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "locations_to_trace", stopped)
+        patch.setattr(host, "locations_to_trace", stop)
         return audited(_, config)
 
 
-def test_an_audit_that_is_stopped_says_what_it_had_found_and_lists_wrong_tensors() -> None:
+@pytest.mark.parametrize("request_", [KeyboardInterrupt, SystemExit])  # of Ctrl-C, and of SIGTERM
+def test_an_audit_that_is_stopped_says_what_it_had_found_and_lists_wrong_tensors(
+    request_: type[BaseException],
+) -> None:
     config = AuditConfig(build=f"{SUBJECTS}:forward", steps=1, timeout_s=30.0, tp=2, dp=2)
-    ((first, *others),) = run_on_ranks(audited_until_stopped, config)
+    ((first, *others),) = run_on_ranks(audited_until_stopped, config, request_)
     assert first.sentence.startswith("PARTS at 0 (output, step 1")
-    assert first.sentence.endswith("stopped by Ctrl-C before a cause was found")
+    assert first.sentence.endswith("stopped before a cause was found")
     assert not others
     report = content(config, [first])
     assert isinstance(report, dict)

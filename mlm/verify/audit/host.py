@@ -58,7 +58,7 @@ MOST_LISTED = 50
 """Largest number of wrong tensors in a report."""
 FAILED = "failed"
 """Cause of a layout whose ranks do not complete a step."""
-STOPPED = "stopped by Ctrl-C before a cause was found"
+STOPPED = "stopped before a cause was found"
 IMPORTING = "MLM_AUDIT"
 """Environment variable set while the user's code is imported."""
 
@@ -137,7 +137,7 @@ def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
         dtype, prefix = torch.float32, f"in float32, since {error}: "
         outcomes = [audit_layout(build, layout, config, dtype, split_parameters)]
     single_axes = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    with suppress(KeyboardInterrupt):  # report what is done
+    with suppress(KeyboardInterrupt, SystemExit):  # report what is done
         for single_axis in single_axes if outcomes[0].finding is not None and len(single_axes) > 1 else ():
             if not outcomes[-1].sentence.endswith(STOPPED):
                 with suppress(UserError):  # code may need several axes
@@ -229,7 +229,7 @@ def find_cause(
                     finding = finding.with_note(f"the search ended at its limit of time, after {tries} tries")
                 if comparison.operation_cause is not None:
                     break
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         return finding.with_note(STOPPED)
     return finding
 
