@@ -154,9 +154,9 @@ def add_blocks_by_ring(region: exact.ExactRegion, terms: Iterable[Tensor]) -> Te
     return all_reduce(total, region.tp) if region.sequence_parallel and not region.is_split else total
 
 
-def targets_by_rank(labels: Tensor, is_swapped: Tensor, *, parts: int, held: range) -> MaskedTargets:
+def targets_by_rank(labels: Tensor, is_swapped: Tensor, *, parts: int, local_parts: range) -> MaskedTargets:
     """Masked tokens padded to those of a rank of two."""
-    rank = held.start * 2 // parts
+    rank = local_parts.start * 2 // parts
     return masked_targets(labels, is_swapped, parts=2, local_parts=range(rank, rank + 1))
 
 

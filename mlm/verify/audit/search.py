@@ -145,10 +145,10 @@ def _explain_layer(
         is_outer = f"{location.key.name}.".startswith(f"{name}.") and number.isdigit()
         if not (is_outer and other_number.isdigit() and parent == other_parent and name != other_name):
             continue
+        state.restore()  # would remove a hook that it finds
         forward = partial(_as_layer, modules[other_name])
         hook = modules[name].register_forward_hook(forward, prepend=True, with_kwargs=True)
         with suppress(RuntimeError, TypeError):  # layers may have other shapes
-            state.restore()
             trace(recorder, wrong[name], {})
             outputs = torch.cat([x for k, x in recorder.record.tensors.items() if k.kind == "output"])
             outputs = outputs.flatten(1).double()

@@ -268,7 +268,8 @@ class State:
         """Save an object; return the objects that it holds."""
         match x:
             case Tensor():
-                self.tensors.append((x, x.detach().clone()))
+                if all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+                    self.tensors.append((x, x.detach().clone()))  # an expanded one cannot be written
                 return []
             case torch.Generator():
                 self.generators.append((x, x.get_state()))

@@ -262,7 +262,8 @@ def test_tasks_of_a_node_that_hangs_run_elsewhere(
     finally:
         for number in (source.parent / "frozen").read_text().split():
             os.kill(int(number), signal.SIGKILL)
-    assert f" of node {NODE}" in text.getvalue()
+    # a task whose node the build had not heard of yet is started again, and not counted
+    assert set(re.findall(r"[0-9] of node (\w+)", text.getvalue())) <= {NODE}
     run_build(thorough(source, out=str(source.parent / "calm")), screen()[0])
     assert output(source.parent / "out") == output(source.parent / "calm")
 
