@@ -118,7 +118,7 @@ def test_no_payload_is_run(tmp_path: Path, name: str) -> None:
 
 FILES: dict[str, tuple[str, bytes, str]] = {
     "no rows": ("train.jsonl", b"\n\n", "split train holds no row"),
-    "no RACE": ("train/1.txt", b'{"article": "a"}', "is no article of RACE"),
+    "no RACE": ("train/1.txt", b'{"article": "a"}', "is not an article of RACE"),
     "fewer answers": (
         "train/1.txt", b'{"article": "a", "questions": ["q"], "options": [[]], "answers": []}',
         "not as many questions as options",

@@ -286,7 +286,7 @@ RANKS: dict[str, tuple[Change, str]] = {
     "a call for a tensor": (lambda c: layers(c).update({BIAS: BOMB}), "nothing was executed"),
     "strides": (lambda c: layers(c).update({BIAS: torch.zeros(1).expand(HIDDEN)}), "is not a plain tensor"),
     "a list": (lambda c: layers(c).update({BIAS: [0.0] * HIDDEN}), "is not a plain tensor"),
-    "no end": (lambda c: c["model"]["language_model"].update(encoder=endless()), "no dictionary of names"),
+    "no end": (lambda c: c["model"]["language_model"].update(encoder=endless()), "not a dictionary of names"),
     "version": (lambda c: c.update(checkpoint_version=4.0), "checkpoint_version=4.0"),
     "escapes": (lambda c: layers(c).update({"layers.0.\x1b[2J\nall is well": torch.zeros(3)}), "x1b"),
 }
@@ -322,7 +322,7 @@ def test_a_problem_of_a_file_is_named_in_one_line_and_runs_nothing(
         (lambda s: s.update({"encoder.layers.mlp.router.weight": torch.ones(4, 8)}), "Megatron Bridge"),
         (
             lambda s: s.update({"encoder.layers.mlp.odd.weight": torch.ones(4, 8)}),
-            "is no part of GPT-2, BERT",
+            "is not part of GPT-2, BERT",
         ),
     ],
     ids=["bias", "classes", "a head", "integers", "a mixture", "an unknown name"],
