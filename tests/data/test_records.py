@@ -165,7 +165,7 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "more cells": ("a.csv", b"a,b\na, b,1\n", ":2: has 1 more cells than the first line names: quote"),
     "a table not in UTF-8": ("a.tsv", b"a\tb\n\xff\tb\n", r":2: is not UTF-8 \("),
     "two columns": ("a.parquet", parquet(pa.table([["a"], ["b"]], ["text", "text"])), "two columns 'text'"),
-    "cut": ("a.parquet", parquet(pa.table([["a"] * 99], ["text"]))[:-9], "is no Parquet file, damaged"),
+    "cut": ("a.parquet", parquet(pa.table([["a"] * 99], ["text"]))[:-9], "is not a Parquet file, damaged"),
     "unknown": ("a.xml", b"<a>", r"is of no known form: give a \.jsonl, "),
 }  # fmt: skip
 
