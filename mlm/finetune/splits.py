@@ -76,14 +76,13 @@ def read_split(
     """
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, locations, earlier = list[TaskRow](), list[str](), Counter[str]()
-    problems, skipped, number = list[RowProblem](), list[RowProblem](), -1
-    outside_subsets = 0
+    problems, skipped, outside, number = list[RowProblem](), list[RowProblem](), 0, -1
     renamed = ", ".join(f"{name} read from the column {column}" for name, column in (columns or {}).items())
     unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for location, record in rename_columns(read_split_records(task, split, path), columns or {}, source):
         # parsing reports a record without the column
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
-            outside_subsets += 1
+            outside += 1
             continue
         try:
             number += 1
@@ -117,12 +116,8 @@ def read_split(
     skippable = [] if skips else [*unreadable, *(unusable if kind.is_chat else ())]
     raise_problems([*problems, *unusable], skippable)
     if not rows:
-        hint = (
-            f" ({outside_subsets} have an {task.id} that begins with none of task.subsets={[*task.subsets]})"
-        )
-        raise UserError(
-            f"{source}: split {split} holds no row{hint * bool(outside_subsets)}: give another file"
-        )
+        hint = f" ({outside} have an {task.id} that begins with none of task.subsets={[*task.subsets]})"
+        raise UserError(f"{source}: split {split} holds no row{hint * bool(outside)}: give another file")
     return task_split
 
 

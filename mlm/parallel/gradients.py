@@ -170,10 +170,8 @@ def build_reducer(
 ) -> Reducer:
     """Build the reducer of a model's gradients over dp; zero=2|3 shards its parameters over dp.
 
-    Call when the parameters have their initial values, before `parameter_shards`.
-
     Args:
-        model: the model; its parameters may be replaced by shards.
+        model: has its initial values, and no `parameter_shards` yet; shards may replace its parameters.
         dp: data-parallel axis.
         zero: 0 replicates, 2 and 3 shard. No effect on an axis of one rank.
         compute_dtype: dtype of activations, and of gathered weights if it is half precision.
@@ -190,15 +188,13 @@ def build_reducer(
     is_sharded = zero > 0 and dp.group is not None
     if is_sharded:  # except for routers, `replicated` parameters and parameters of one rank alone
         unsharded = {*replicated, *(p for router in routers(model) for p in router.parameters())}
-        by_axis = {
-            axis: [p for p in parameters if p in unsharded or axis.group is None]
-            for axis, parameters in by_axis.items()
-        }
+        for axis, parameters in by_axis.items():
+            if axis.group is not None:
+                by_axis[axis] = [p for p in parameters if p in unsharded]
     full = {p for parameters in by_axis.values() for p in parameters}
     joined = full if keep_buffers else weights if fuse_accumulation else ()
-    reducer = GradientReducer(
-        by_axis.pop(dp), dp, late=weights if late_weights else (), keep_buffers=keep_buffers, joined=joined
-    )
+    late = weights if late_weights else ()
+    reducer = GradientReducer(by_axis.pop(dp), dp, late=late, keep_buffers=keep_buffers, joined=joined)
     for axis, parameters in by_axis.items():
         reducer.add(parameters, axis)
     if not is_sharded:

@@ -4,7 +4,9 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from random import Random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -291,12 +293,12 @@ class OwnState:
         self.module, self.group = nn.Linear(4, 4), mesh["dp"].get_group()
         self.moments, self.steps, self.micros = [torch.zeros(4)], 0, 0
         self.random, self.x = torch.Generator().manual_seed(1), torch.arange(32.0).view(8, 4).sin()
+        self.scales, self.draws, self.sums = Random(2), np.random.default_rng(3), np.zeros(1)
 
     def step(self) -> Tensor:
         self.steps += 1
-        noise = self.steps * torch.randn(8, 4, generator=self.random)
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        loss = self.module((self.x + noise).chunk(size)[rank]).square().sum()
+        loss = self.module(self.x.chunk(size)[rank]).square().sum()
         loss.backward()
         self.micros += 8 // size
         return loss.detach()
@@ -315,7 +317,9 @@ class OwnOptimizer(torch.optim.Optimizer):
     def step(self, closure=None) -> None:  # type: ignore[override,no-untyped-def]
         bias, t = self.trainer.module.bias, self.trainer
         t.moments[0] = 0.9 * t.moments[0] + bias.grad
-        bias -= 0.1 * torch.tanh(t.moments[0] / (1 - 0.9**t.micros))
+        t.sums += t.draws.random() + t.scales.random()
+        rates = t.steps * float(t.sums[0]) * torch.rand(4, generator=t.random)
+        bias -= 0.1 * rates * torch.tanh(t.moments[0] / (1 - 0.9**t.micros))
 
 
 def counts_micro_batches(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]

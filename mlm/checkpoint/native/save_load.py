@@ -97,8 +97,7 @@ def save_checkpoint(
     after the write; it returns the `since` of `prune`.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards do not tile
-    their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity; LostPeer if a rank does not
-    take part.
+    their tensors; NotFiniteError likewise for NaN or infinity; LostPeer if a rank does not take part.
     """
     explain = _save_explainer(root, ranks.rank)
     assert staged is None or save_id is not None, "a staged file carries its save id"
@@ -117,10 +116,9 @@ def save_checkpoint(
         declared = ranks.gather_bytes(ranks.together(declare, explain))
         # Checked before a byte is written: a checkpoint that would not load may fill the disk.
         tensors = ranks.together(prepare, explain)
-        shard_entry = ranks.together(
-            lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain
-        )
-        parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(shard_entry)) if entry}
+        write = partial(write_shards, staging, ranks.rank, shards, save_id, staged)
+        shard_entries = ranks.gather(ranks.together(write, explain))
+        parts = {file_name(r): entry for r, entry in enumerate(shard_entries) if entry}
         files = {name: file_entry(entry) for name, entry in parts.items()}
 
         def complete() -> None:

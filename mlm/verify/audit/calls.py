@@ -245,7 +245,7 @@ def constants(key: Key, reference: Calls, parts: RankCalls) -> tuple[Tensor, Par
 def choose(
     reference: Calls, parts: RankCalls, input_samples: Samples | None, layout: Layout
 ) -> Samples | str:
-    """How to match outputs: as a constant, by their own rows, by rows of inputs, or by sums."""
+    """Choose how to match outputs: as a constant, by their own rows, by rows of inputs, or by sums."""
     calls = [[*tensors.values()] for tensors in (reference, *parts.values())]
     is_constant = all(torch.equal(tensors[0], x) for tensors in calls for x in tensors)  # as rotary angles
     if is_constant and may_be_copies(calls[0][0].numel() / max(calls[1][0].numel(), 1), layout):

@@ -275,10 +275,11 @@ def _explain_gradients(comparison: Comparison, location: Location, wrong: Sequen
     if cause := cause_of("gradient", pattern(comparison, wrong)):
         return cause
     if _has_outputs(comparison):
-        is_compared = bool(comparison.of_kind(location.key.step, "backward"))
-        state = "are right but for a scale" if is_compared else "are not compared"
+        name, state = "wrong reduction", "are right but for a scale"
+        if not comparison.of_kind(location.key.step, "backward"):
+            name, state = "wrong gradients", "are not compared"
         reason = f"inside the model gradients {state}; {UNEXPLAINED}"
-        return comparison.operation_cause or Cause("wrong reduction", reason)
+        return comparison.operation_cause or Cause(name, reason)
     # the place is between a right and a wrong gradient: backward begins at the end of the model
     same_kind = [x for x in comparison.of_kind(*location.key[:2]) if x.match.pairs]
     index = same_kind.index(wrong[-1])

@@ -174,13 +174,7 @@ def audit_layout(
             if first.finding is not None and first.finding.cause != FAILED:
                 return replace(first, finding=first.finding.with_note(f"later {failure}"))
         return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, FAILED, failure))
-    for key, tensor in reference.tensors.items():
-        is_equal = torch.equal(tensor, repeated.tensors[key]) or key.kind == "scalar"  # scalars may be times
-        if not is_equal and not bool(tensor.isnan().any()):
-            raise UserError(
-                f"the subject is not deterministic: {key.words} differs between two runs of one process; "
-                "draw its random numbers from torch's generator, which is seeded"
-            )
+    check_deterministic(reference, repeated)
     seeds = range(1, NOISY_RUNS + 1) if reference.formats else ()
     worlds = [run(one_process, weights_of=source, seed=seed) for seed in seeds]
     noisy_records = [record for world in worlds for record in world.wait().values()]
@@ -211,6 +205,17 @@ def audit_layout(
         comparison.precision,
         comparison.rounding,
     )
+
+
+def check_deterministic(first: Record, second: Record) -> None:
+    """Raise UserError for a tensor that differs between two runs of one process; a scalar may be a time."""
+    for key, tensor in first.tensors.items():
+        is_equal = torch.equal(tensor, second.tensors[key]) or key.kind == "scalar"
+        if not is_equal and not bool(tensor.isnan().any()):
+            raise UserError(
+                f"the subject is not deterministic: {key.words} differs between two runs of one process; "
+                "draw its random numbers from torch's generator, which is seeded"
+            )
 
 
 def find_cause(

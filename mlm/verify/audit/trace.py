@@ -1,9 +1,10 @@
 """Operations of a step: record or replace the tensors that each reads and returns."""
 
 import os
+import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -248,13 +250,11 @@ class State:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, subject = recorder, recorder.subject
-        self.random_state = torch.get_rng_state()
-        self.containers: list[tuple[Any, Any]] = []
-        """Dictionaries and lists, with shallow copies."""
-        self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.cells: list[tuple[CellType, Any]] = []
-        self.tensors: list[tuple[Tensor, Tensor]] = []
-        self.generators: list[tuple[torch.Generator, Tensor]] = []
+        self._setters: list[Callable[[], object]] = [
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state()),
+        ]
         queue: list[Any] = [subject.module, subject.optimizer, subject.batch]
         queue += [subject.step, subject.loss, subject.reduce, subject.clip]
         visited: dict[int, Any] = {}
@@ -269,14 +269,23 @@ class State:
         match x:
             case Tensor():
                 if all(stride or size == 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-                    self.tensors.append((x, x.detach().clone()))  # an expanded one cannot be written
+                    self._setters.append(partial(x.copy_, x.detach().clone()))
+                return []  # an expanded one cannot be written
+            case np.ndarray():
+                self._setters += [partial(np.copyto, x, x.copy())] * x.flags.writeable
                 return []
             case torch.Generator():
-                self.generators.append((x, x.get_state()))
+                self._setters.append(partial(x.set_state, x.get_state()))
+                return []
+            case random.Random():
+                self._setters.append(partial(x.setstate, x.getstate()))
+                return []
+            case np.random.Generator():
+                self._setters.append(partial(setattr, x.bit_generator, "state", x.bit_generator.state))
                 return []
             case CellType():
                 with suppress(ValueError):  # of an empty cell
-                    self.cells.append((x, x.cell_contents))
+                    self._setters.append(partial(setattr, x, "cell_contents", x.cell_contents))
                     return [x.cell_contents]
                 return []
             case MethodType():
@@ -285,40 +294,35 @@ class State:
                 numbers = {
                     name: value for name, value in x.__globals__.items() if type(value) in (int, float)
                 }
-                self.globals.append((x.__globals__, numbers))
+                self._setters.append(partial(x.__globals__.update, numbers))
                 return [*(x.__closure__ or ()), *(x.__defaults__ or ())]
             case partial():
                 return [x.func, *x.args, *x.keywords.values()]
             case tuple() | set():
                 return [*x]
             case list() | dict():
-                self.containers.append((x, copy(x)))
+                self._setters.append(partial(refill, x, copy(x)))
                 return [*x] if isinstance(x, list) else [*x.values()]
         return [x.__dict__] if hasattr(x, "__dict__") else []
 
     def restore(self) -> None:
-        torch.set_rng_state(self.random_state)
-        for container, values in self.containers:
-            if isinstance(container, list):
-                container[:] = values
-            else:
-                for key in container.keys() - values.keys():
-                    del container[key]
-                container.update(values)
-        for variables, numbers in self.globals:
-            variables.update(numbers)
-        for cell, content in self.cells:
-            cell.cell_contents = content
-        for generator, state in self.generators:
-            generator.set_state(state)
         with torch.no_grad():
-            for x, value in self.tensors:
-                x.copy_(value)
+            for set_value in self._setters:
+                set_value()
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a list or dictionary the items of a copy again."""
+    if isinstance(container, list):
+        container[:] = content
+        return
+    for key in container.keys() - content.keys():
+        del container[key]
+    container.update(content)
 
 
 def is_opaque(x: Any) -> bool:
     """True for values, for classes and modules, and for the state of libraries."""
     kinds = (str, bytes, int, float, type(None), type, ModuleType, Recorder, Tracer)
-    return isinstance(x, kinds) or type(x).__module__.startswith(
-        ("torch.distributed", "threading", "_thread")
-    )
+    libraries = ("torch.distributed", "threading", "_thread")
+    return isinstance(x, kinds) or type(x).__module__.startswith(libraries)
