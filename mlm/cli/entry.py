@@ -69,7 +69,7 @@ def _main(words: list[str]) -> int:
         words = [*words[:cut], HELP[0], *words[cut:]]
     if not words or words[0] in HELP:
         return print_stdout(main_help())
-    if words[0] in VERSION or words == ["version"]:
+    if words[0] in VERSION or words[-1] in VERSION or words == ["version"]:
         hydra = resolve("importlib.metadata:version")("hydra-core")
         return print_stdout(f"mlm {__version__} (hydra {hydra})")
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):

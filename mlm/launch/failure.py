@@ -142,8 +142,10 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
 
     One file per rank in `folder`, or in torch's default: pickles, which `torchfrtrace` reads.
     """
-    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
-    if folder is not None:
+    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in base:  # torch reads its former names too, but ours first
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"
+    if folder is not None and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in base:
         variables["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "nccl-rank-")
     return {key: value for key, value in variables.items() if key not in base}
 

@@ -62,7 +62,7 @@ def test_every_task_says_what_it_asks() -> None:
     assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
 
 
-@pytest.mark.parametrize("word", ["--version", "version"])
+@pytest.mark.parametrize("word", ["--version", "version", "pretrain -V"])
 def test_version_names_hydras_too(cli: Cli, word: str) -> None:
     assert cli(word) == 0
     assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")

@@ -161,8 +161,8 @@ def test_flight_recorder_writes_beside_the_logs(tmp_path: Path) -> None:
     assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     set_by_user = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_FR_BUFFER_SIZE": "9",
-        "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/",
     }
     assert flight_recorder(set_by_user, tmp_path) == {}
 
